@@ -18,8 +18,8 @@ HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
 
 
 def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `ConfigError`, with `remedy` if the file does not
-    exist."""
+    """Return the object in a JSON file. Raises `ConfigError` if the file does not exist (with
+    `remedy`), cannot be read or holds something else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -32,7 +32,9 @@ def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
 
 
 def read_list(file: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file's JSON list; raises `ConfigError`."""
+    """Return the objects in a file's JSON list. Raises `ConfigError` if the file cannot be read, or
+    holds something else.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -43,8 +45,9 @@ def read_list(file: Path) -> list[dict[str, Any]]:
 
 
 def weight_names(folder: Path) -> tuple[str, ...]:
-    """Return the names of a checkpoint's weight files, in order, whether or not the files exist.
-    Raises `CheckpointError`."""
+    """Return the names of a checkpoint's safetensors files, sorted, whether or not the files exist:
+    those in its index, or `SINGLE` if it has no index. Raises `CheckpointError` if the index is
+    damaged."""
     index = folder / INDEX
     if not index.is_file():
         return (SINGLE,)
@@ -60,8 +63,8 @@ def weight_names(folder: Path) -> tuple[str, ...]:
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """Return the weight files of a checkpoint, in order. Raises `CheckpointError` if one is
-    missing."""
+    """Return the paths of a checkpoint's safetensors files, in order. Raises `CheckpointError` if
+    one is missing or the index is damaged."""
     names = weight_names(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing and not (folder / INDEX).is_file():

@@ -33,12 +33,12 @@ class Compression:
 
     @property
     def span(self) -> int:
-        """Number of tokens on which a row depends."""
+        """Number of tokens on which a row depends: `ratio`, or twice that if `is_sparse`."""
         return self.ratio * self.series
 
     @property
     def series(self) -> int:
-        """Channels of a token, in multiples of a row's channels."""
+        """Channels of a token, in multiples of a row's channels: 2 if `is_sparse`, else 1."""
         return 2 if self.is_sparse else 1
 
 
@@ -94,8 +94,9 @@ class CompressedConfig:
 
 
 def compressed_config(config: ModelConfig) -> CompressedConfig:
-    """Return the configuration; defaults are those of DeepSeek-V4-Flash. Raises `ConfigError` for
-    values that both dialects lack, and for values that do not fit."""
+    """Return the compressed attention of a model's configuration; defaults are those of
+    DeepSeek-V4-Flash. Raises `ConfigError` for values that both dialects lack, and for values that
+    do not fit."""
     words = config.words
     found = CompressedConfig(
         heads=config.num_attention_heads,

@@ -44,9 +44,9 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an architecture's own keys under the common names (`WORDS`), and common
-    values that are computed for some architectures. Both take precedence over values that the file
-    has under those names."""
+    """Return the values that replace or extend the file's `values`, not all of these: an
+    architecture's own keys under the common names (`WORDS`), and common values that are computed
+    for some architectures. Empty for an architecture without such keys."""
     found = {ours: values[own] for own, ours in WORDS.get(architecture, {}).items() if own in values}
     if architecture == "Lfm2ForCausalLM":
         found |= _lfm2_layers(values)
@@ -64,8 +64,8 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under the common names. All layers have experts and a sliding window; some also
-    attend to compressed blocks.
+    """Return the values to add under the common names, for `values` with the architecture's
+    defaults. All layers have experts and a sliding window; some also attend to compressed blocks.
 
     The rotary embedding of layers with blocks is `block_rope`: the file's `compress`, or its single
     rope with `compress_rope_theta`. The other layers have the file's `main`, or plain `rope_theta`.
@@ -85,8 +85,9 @@ def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layer types: older files list the layers with attention; without a list all layers
-    have it."""
+    """Return {"layer_types": a list of "full_attention" and "conv"}: older files list the layers
+    with attention, in `full_attn_idxs`; without this list all layers have it. Empty if the file has
+    `layer_types`."""
     layers = range(values.get("num_hidden_layers", 0))
     full = values.get("full_attn_idxs", layers)
     kinds = ["full_attention" if layer in full else "conv" for layer in layers]
@@ -94,8 +95,9 @@ def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2_size(values: Mapping[str, Any]) -> int:
-    """Return the intermediate size: two thirds of the file's number, rounded up to the next
-    multiple, unless the file says that its number is final."""
+    """Return the intermediate size: two thirds of the file's number, times
+    `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`; the file's number
+    itself if `block_auto_adjust_ff_dim` is false."""
     size = values.get("intermediate_size", 12288)
     if not values.get("block_auto_adjust_ff_dim", True):
         return size

@@ -31,7 +31,9 @@ def _is_from_zero(value: Any) -> bool:
 
 
 def _is_limit(value: Any) -> bool:
-    """Return whether a value is a number, infinity, or what transformers writes for infinity."""
+    """Return whether a value is a number, also an infinite one, or transformers' form of one that
+    JSON lacks: {"__float__": text}.
+    """
     return type(value) in (int, float) or (isinstance(value, dict) and type(value.get("__float__")) is str)
 
 
@@ -96,13 +98,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType({name: kind for kind, names in _NAM
 
 
 def is_truth(name: str) -> bool:
-    """Return whether a configuration key is a boolean."""
+    """Return whether a configuration key is a boolean. False for an unknown key."""
     return name in KINDS and KINDS[name][0] == _TRUTH
 
 
 def check_values(file: Path, values: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise `ConfigError` for a value of the wrong type, also in nested objects. `words`: one
-    architecture's entry of `config_synonyms.WORDS`. Null counts as no value, and unknown keys are
+    """Raise `ConfigError` for a value of the wrong type, also in nested objects. `file` is only
+    named in the error. `words`: one architecture's entry of `config_synonyms.WORDS`, so that its
+    own keys have the types of the common ones. Null counts as no value, and unknown keys are
     ignored."""
     for name, value in values.items():
         kind = KINDS.get(name) or KINDS.get(words.get(name, ""))

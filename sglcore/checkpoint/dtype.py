@@ -14,7 +14,8 @@ WIDE = "float32"
 def choose_dtype(asked: str, stored: str, facts: Facts) -> Row:
     """Return the decision on the element type, as a ledger row. `asked` is "auto" or a type,
     `stored` the checkpoint's type. Raises `ConfigError` for a requested type that the device of
-    `facts` does not compute in, and for a checkpoint's type that no device computes in.
+    `facts` does not compute in, and with "auto" for a checkpoint's type other than float32,
+    bfloat16, float16 and float64.
 
     "auto" is the checkpoint's own type, with three exceptions: float64 becomes float32; a type that
     the device does not compute in becomes the one that it prefers, or its first one, which is a

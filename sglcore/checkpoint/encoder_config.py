@@ -37,10 +37,13 @@ def language_model(architecture: str) -> str:
 
 
 def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an architecture's own words translated to the common ones.
+    """Return an architecture's own words translated to the common ones: only these words, none for
+    an architecture that is not listed here. The file's words under the common names take
+    precedence.
 
     - Vision-language models: the words in `text_config` of newer files.
-    - ModernBERT: its layer types; its windows reach `local_attention` / 2 tokens to either side.
+    - ModernBERT: its layer types and rotary bases; its windows reach `local_attention` / 2 tokens
+      to either side.
     - RoBERTa: its first position, which is the padding token's id + 1.
     - All encoders: their activation, if the file names none.
     """

@@ -10,7 +10,9 @@ BACKBONE = "backbone_hidden_size"
 
 
 class FrozenCells(NamedTuple):
-    """The target's layer that one layer of the draft reads: its shape and sliding window."""
+    """The layer of the target, `layer_id`, from which one layer of the draft reads keys and values:
+    its shape and sliding window in tokens (None: full attention).
+    """
 
     layer_id: int
     num_kv_heads: int
@@ -19,9 +21,10 @@ class FrozenCells(NamedTuple):
 
 
 def flat_words(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's words with those of `text_config` at the top level.
+    """Return a configuration's words with those of `text_config` at the top level. A word that is
+    at the top level already keeps its value.
 
-    The rotary base of sliding-window layers moves to `rope_local_base_freq`.
+    The rotary base of sliding-window layers is also under `rope_local_base_freq`.
     """
     words = {**raw.get("text_config", {}), **raw}
     words.pop("text_config", None)

@@ -14,7 +14,8 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 def read_sampling(folder: Path) -> Mapping[str, float]:
     """Return the parameters of `NAMES` in the file; empty if there is no such file, as for a GGUF
-    file. Raises ConfigError."""
+    file. Raises ConfigError for a value that is no number, and for a damaged file. A null counts as
+    missing."""
     file = folder / GENERATION
     values = read_json(file) if file.is_file() else {}
     found = {name: values[name] for name in NAMES if values.get(name) is not None}

@@ -77,7 +77,7 @@ class GgufArchitecture(NamedTuple):
     - `is_paired`: GGUF stores the two elements of a rotated pair next to each other; the
       safetensors checkpoint of the same model stores them half a head apart.
     - `words`: metadata keys below the architecture's name, and their names in a `config.json`.
-    - `more`: returns further words of a `config.json`.
+    - `more`: called with the header and the words found so far; returns words to add or replace.
     """
 
     name: str
@@ -88,9 +88,9 @@ class GgufArchitecture(NamedTuple):
 
 
 def _gemma(layers: int) -> Callable[[GgufHeader, Mapping[str, Any]], Mapping[str, Any]]:
-    """Return a function for the query scale, which no metadata has: the largest model, with
-    `layers` layers, does not use its head size. Files without a window get the early files'
-    default."""
+    """Return a function `more` for the query scale, `query_pre_attn_scalar`, which no metadata has:
+    the head size, but hidden size / query heads for the largest model, which has `layers` layers.
+    It gives files without a window the early files' 4096."""
 
     def more(header: GgufHeader, config: Mapping[str, Any]) -> Mapping[str, Any]:
         mean = config["hidden_size"] // config["num_attention_heads"]
@@ -101,7 +101,7 @@ def _gemma(layers: int) -> Callable[[GgufHeader, Mapping[str, Any]], Mapping[str
 
 
 def _olmo(header: GgufHeader, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the words of OLMo 3 if there is a sliding window.
+    """Return the words of OLMo 3 if there is a sliding window; none otherwise.
 
     Its sliding-window layers have the same rotary base as the others.
     """
@@ -167,6 +167,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
 
 
 def architecture_name(header: GgufHeader) -> str:
-    """Return the key in `ARCHITECTURES`. Raises `CheckpointError` for a file without a name."""
+    """Return the file's `general.architecture`, or SPARSE_LLAMA for a "llama" with experts: the key
+    in `ARCHITECTURES`, if the architecture is supported. Raises `CheckpointError` for a file
+    without a name.
+    """
     name = header.need("general.architecture", str)
     return SPARSE_LLAMA if name == "llama" and header.metadata.get("llama.expert_count") else name

@@ -35,7 +35,8 @@ _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get
 
 def checkpoint_name(header: GgufHeader, name: str) -> str | None:
     """Return the name in a checkpoint of the GGUF tensor `name`; None if the checkpoint has no such
-    tensor. A tensor with all experts of a layer gives a name with "{}" for the expert's number."""
+    tensor. A tensor with all experts of a layer gives a name with "{}" for the expert's number. The
+    architecture must be in `ARCHITECTURES`."""
     block = _BLOCK.fullmatch(name)
     parts = {**COMMON, **ARCHITECTURES[architecture_name(header)].parts}
     if block is not None and block[2] in parts:
@@ -45,8 +46,8 @@ def checkpoint_name(header: GgufHeader, name: str) -> str | None:
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """Return the keys of a `config.json` for the metadata. Raises `CheckpointError` for an
-    unsupported architecture."""
+    """Return the content of a `config.json` for the file's metadata and tensors. Raises
+    `CheckpointError` for an unsupported architecture, and for missing or impossible values."""
     kind, name = architecture_name(header), header.need("general.architecture", str)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
@@ -158,15 +159,17 @@ def _usual_ends(header: GgufHeader) -> list[int]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the type of the weights if they are plain; quantised weights are computed in
-    bfloat16."""
+    """Return "float32", "float16" or "bfloat16": the type of the file's matrices if all have the
+    same plain type. Quantised or mixed weights are computed in bfloat16."""
     kinds = {tensor.type for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
     return _PLAIN(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
-    """Return the rotary embedding. A tensor with a factor for each frequency becomes longrope with
-    attention factor 1; two such tensors are longrope's own long and short factors."""
+    """Return `rope_parameters` of a `config.json`. `name` is the architecture's name in the
+    metadata. A tensor with a factor for each frequency becomes longrope with attention factor 1;
+    two such tensors are longrope's own long and short factors. Raises `CheckpointError` for a
+    scaling other than none, linear and yarn."""
     get, base_key = header.metadata.get, f"{name}.rope.freq_base"
     base = header.need(base_key, float) if base_key in header.metadata else 10000.0
     rotated = _count(header, f"{name}.rope.dimension_count", head_dim)

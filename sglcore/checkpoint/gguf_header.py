@@ -55,8 +55,8 @@ _WIDE: Mapping[int, str] = MappingProxyType({10: "Q", 11: "q", 12: "d"})
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: the name of its type, its shape, and its bytes [start, end) counted from the file's
-    start."""
+    """A tensor: the name of its type, its shape with the rows first, and its bytes [start, end)
+    counted from the file's start."""
 
     name: str
     type: str
@@ -105,8 +105,8 @@ class GgufHeader:
         return {place: kept[place] for place in places if place < len(kept)} if isinstance(kept, list) else {}
 
     def need(self, key: str, kind: type) -> Any:
-        """Return a value of the metadata. Raises `CheckpointError` if it is missing or of another
-        type."""
+        """Return the metadata's value of `key`. Raises `CheckpointError` if it is missing or of
+        another type."""
         value = self.metadata.get(key)
         if not isinstance(value, kind):
             raise CheckpointError(
@@ -115,8 +115,8 @@ class GgufHeader:
         return value
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Return the values of a small F32 tensor, from the file. Raises `CheckpointError` for
-        another type."""
+        """Return all values of an F32 tensor of the header, read from the file, in its order.
+        Raises `CheckpointError` for another type."""
         tensor = self.tensors[name]
         if tensor.type != "F32":
             raise CheckpointError(f"{name!r} in {self.path} has the type {tensor.type}", wanted="F32")
@@ -126,7 +126,9 @@ class GgufHeader:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a model's path names a GGUF file."""
+    """Return whether a model's path is an existing file with the suffix .gguf; its content is not
+    read.
+    """
     return Path(path).suffix == SUFFIX and Path(path).is_file()
 
 
@@ -143,7 +145,9 @@ def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
-    """Map the file's bytes. Errors in them while they are read become a `CheckpointError`."""
+    """Map the file's bytes for the `with` block. Errors of reading them, also those of a damaged
+    file in the block, become a `CheckpointError`.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
@@ -195,7 +199,9 @@ class _Reader:
         return GgufHeader(self._path, MappingProxyType(metadata), MappingProxyType(placed), MappingProxyType(left_out))
 
     def _tensor(self) -> GgufTensor:
-        """Read a tensor's entry; its start is relative to the data's start."""
+        """Read a tensor's entry; its start and end are relative to the data's start. Raises
+        `CheckpointError` for an element type that can not be loaded.
+        """
         name = self._text()
         shape = tuple(reversed([self._number("Q") for _ in range(self._number("I"))]))
         number, start = self._number("I"), self._number("Q")
@@ -234,7 +240,9 @@ class _Reader:
         return list(struct.unpack(f"<{count}{self._format(kind)}", self._take(size)))
 
     def _texts(self, count: int) -> list[str]:
-        """Read texts one after another, or skip them."""
+        """Read `count` texts one after another; or, unless the reader keeps texts, skip them and
+        return an empty list.
+        """
         data, at, length, found = self._data, self._at, struct.Struct("<Q").unpack_from, list[str]()
         for _ in range(count):
             first = at + 8

@@ -60,8 +60,9 @@ class LatentConfig:
 
 
 def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfig:
-    """Return the configuration without an indexer. `wanted`: required values of keys, if the
-    configuration has these keys. Raises `ConfigError` for other values."""
+    """Return the latent attention of a model's configuration, without an indexer. `wanted`:
+    required values of keys, if the configuration has these keys. Raises `ConfigError` for other
+    values, for a partly rotated `qk_rope_head_dim`, and for a sliding window."""
     words = config.words
     for name, value in {**wanted, "rope_interleave": True, "moe_layer_freq": 1}.items():
         if words.get(name, value) != value:
@@ -81,8 +82,8 @@ def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfi
 
 
 def _scaling(config: ModelConfig) -> float:
-    """Return the factor of scores: from the size of a query head, and from YaRN's extension (Peng
-    et al. 2023, section 3.4)."""
+    """Return the factor of scores: 1 / sqrt(elements of a query head), times the square of YaRN's
+    factor for `mscale_all_dim` (Peng et al. 2023, section 3.4) if the context is extended."""
     words, rope = config.words, config.rope
     scaling = (words["qk_nope_head_dim"] + words["qk_rope_head_dim"]) ** -0.5
     weight, factor = rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor") or 1.0
@@ -92,8 +93,8 @@ def _scaling(config: ModelConfig) -> float:
 
 
 def with_indexer(config: ModelConfig, latent: LatentConfig, is_paired: bool) -> LatentConfig:
-    """Return `latent` with the configuration's indexer; `is_paired` is that of `LatentConfig`.
-    Raises `ConfigError` if the indexer does not fit."""
+    """Return a copy of `latent` with the configuration's indexer; `is_paired`: it rotates pairs of
+    neighbours. Raises `ConfigError` if the indexer does not fit."""
     words, layers = config.words, config.num_hidden_layers
     if words["index_head_dim"] < latent.rope_dim:
         raise _unfit(
@@ -118,8 +119,9 @@ _LETTERS: Mapping[str, str] = MappingProxyType({"F": FULL, "S": SHARED})
 
 
 def _pattern(words: Mapping[str, Any], layers: int) -> list[str]:
-    """Return FULL or SHARED for each layer, from a pattern of letters, or from a period and the
-    layer with which it begins."""
+    """Return FULL or SHARED for each layer, from a pattern of the letters F and S (its length is
+    not checked here), or from a period: the layers before `index_skip_topk_offset` are FULL, and
+    then each `index_topk_freq`-th after the last of them."""
     if pattern := words.get("index_topk_pattern"):
         return [_LETTERS.get(each, each) for each in pattern]
     every, first = max(words.get("index_topk_freq", 1), 1), words.get("index_skip_topk_offset", 2)

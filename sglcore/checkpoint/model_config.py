@@ -30,13 +30,13 @@ NEAR = 0.6
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3, longrope or
-    proportional.
+    """Rotary position embedding with the base `theta`: `kind` is default, linear, dynamic, yarn,
+    llama3, longrope or proportional.
 
-    `scaling` has the kind's own numbers.
+    `scaling` has the kind's other words, under their names in the file.
 
     `partial` is the fraction of a head that is rotated; `original_max` is the context length before
-    the extension.
+    the extension (without one in the file, its `max_position_embeddings`).
     """
 
     theta: float
@@ -143,7 +143,9 @@ class ModelConfig:
 
     @property
     def attention_scaling(self) -> float:
-        """Factor of attention scores."""
+        """Factor of attention scores: `attention_multiplier`, or else 1 /
+        sqrt(`query_pre_attn_scalar`), or else 1 / sqrt(`head_dim`).
+        """
         own = self.options.get("attention_multiplier")
         return self.options.get("query_pre_attn_scalar", self.head_dim) ** -0.5 if own is None else own
 
@@ -170,14 +172,16 @@ def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto
 
 
 def described_in(path: Path) -> Path:
-    """Return the file that describes the model of a checkpoint folder or of a GGUF file."""
+    """Return the file that describes the model: `config.json` in a checkpoint folder, or the GGUF
+    file itself.
+    """
     return path if is_gguf(path) else path / "config.json"
 
 
 def config_of(folder: Path, raw: dict[str, Any], known: Collection[str] = (), task: str = "auto") -> ModelConfig:
     """Return the configuration of a checkpoint folder with `raw` as its `config.json`.
 
-    Otherwise as `read_config`.
+    The other arguments and the errors are those of `read_config`.
     """
     name = architecture_of(folder / "config.json", raw)
     if not name:
@@ -206,16 +210,16 @@ def check_architecture(name: str, known: Collection[str]) -> None:
 
 
 def served(name: str, known: Collection[str]) -> str:
-    """Return the `wanted` text of the error for an unknown architecture: the known ones with the
-    most similar names."""
+    """Return the `wanted` text of the error for an unknown architecture: up to four of the known
+    ones with the most similar names, if any are similar."""
     stems = {each: re.sub("(For[A-Z].*|Model)$", "", each).lower() for each in (name, *known)}
     near = [each for each in sorted(known) if SequenceMatcher(None, stems[name], stems[each]).ratio() > NEAR]
     return f"one that docs/models.md lists{', such as ' if near else ''}{', '.join(near[:4])}"
 
 
 def check_context(asked: int | None, config: ModelConfig) -> None:
-    """Raise `ConfigError` if the requested context exceeds the positions that the checkpoint
-    defines."""
+    """Raise `ConfigError` if the requested context, in tokens, exceeds `config.context_length`.
+    None: no context was requested."""
     if asked is not None and asked > config.context_length:
         raise ConfigError(
             f"max_model_len is {asked}, the checkpoint's context is {config.context_length}",
@@ -277,7 +281,8 @@ class Words(dict[str, Any]):
 def _said(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's values with the architecture's defaults. A written null replaces a default:
     the feature is off, or the value is False. Only rotary embeddings keep their default then,
-    because these models need one; older names for them replace the default as a whole."""
+    because these models need one; older names for them replace the default as a whole. The result
+    has no nulls."""
     defaults = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw)}
     rope = None if raw.get("rope_scaling") else defaults.pop("rope_parameters", None)
     values = {**defaults, **{name: False if value is None and is_truth(name) else value for name, value in raw.items()}}
@@ -303,7 +308,9 @@ def _is_set(value: Any, neutral: Any) -> bool:
 
 
 def _activation(architecture: str, values: Mapping[str, Any]) -> str:
-    """Return the activation. Old Gemma checkpoints say "gelu" for its tanh approximation."""
+    """Return the name of the activation; without one in the file, "silu". Old Gemma checkpoints say
+    "gelu" for its tanh approximation.
+    """
     found = values.get("hidden_activation", values.get("hidden_act", "silu"))
     return "gelu_pytorch_tanh" if architecture == "GemmaForCausalLM" and found == "gelu" else found
 
@@ -311,7 +318,8 @@ def _activation(architecture: str, values: Mapping[str, Any]) -> str:
 def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rotary embedding of layers without a window, and that of layers with one if it
     differs. Reads both dialects: `rope_parameters`, which may have an entry for each kind of layer,
-    and the older `rope_theta` with `rope_scaling` and `rope_local_base_freq`."""
+    and the older `rope_theta` with `rope_scaling` and `rope_local_base_freq`. Raises `ConfigError`
+    if they differ by layer in another way."""
     scaling = {**values.get("rope_parameters", EMPTY), **values.get("rope_scaling", EMPTY)}
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     theta = values.get("rope_local_base_freq")
@@ -375,8 +383,9 @@ def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None
 
 
 def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
-    """Return the experts; None for a model without a number or a size of experts. With
-    `num_local_experts` and no `moe_intermediate_size`, `intermediate_size` is an expert's size."""
+    """Return the mixture of experts of `layers` layers; None for a model without a number or a size
+    of experts. With `num_local_experts` and no `moe_intermediate_size`, `intermediate_size` is an
+    expert's size."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((values[name] for name in names if values.get(name)), 0)
     size = values.get("moe_intermediate_size", values.get("intermediate_size" if "num_local_experts" in values else ""))

@@ -14,7 +14,7 @@ from sglcore.device.topology import Topology, divisors
 
 def check_topology(config: ModelConfig, topology: Topology) -> None:
     """Raise ConfigError if the model can not be divided over the topology; the error names what
-    does not divide, and the tensor parallel sizes that fit."""
+    does not divide, and the sizes of `tp` that fit, or those of `ep` if experts do not divide."""
     _check_experts(config, topology)
     for rule in constraints(config):
         if not _fits(rule, topology):
@@ -28,7 +28,9 @@ def check_topology(config: ModelConfig, topology: Topology) -> None:
 
 
 def legal_tp(config: ModelConfig, topology: Topology) -> tuple[int, ...]:
-    """Return each tensor parallel size up to MOST_WIDTH that fits the other axes, ascending."""
+    """Return each tensor parallel size up to MOST_WIDTH that fits `dp` and `ep` of the topology,
+    ascending. Its own `tp` does not count, and neither does the number of experts.
+    """
     rules = constraints(config)
     widths = [tp for tp in range(1, MOST_WIDTH + 1) if not tp % topology.dp and not tp % topology.ep]
     return tuple(tp for tp in widths if all(_fits(rule, replace(topology, tp=tp)) for rule in rules))

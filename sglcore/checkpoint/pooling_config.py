@@ -60,7 +60,9 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts that are put before a text to embed, by name, and the name of the default prompt."""
+    """Prompts that are put before a text to embed, by name, and the name of the default prompt
+    (None: there is none).
+    """
 
     texts: Mapping[str, str]
     default: str | None
@@ -113,7 +115,7 @@ def read_prompts(folder: Path) -> Prompts:
 def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
     """Return the pooling of a sequence classification head: the architecture decides the token that
     it reads; the last function is the one that sentence-transformers wrote, or by default a sigmoid
-    for a single label."""
+    for a single label. Raises `ConfigError` for another function."""
     count = raw.get("num_labels")
     labels = len(raw.get("id2label") or ()) or (2 if count is None else count)
     mode = raw.get("classifier_pooling", "cls") if architecture in ENCODERS else "lasttoken"
@@ -132,7 +134,7 @@ def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
 
 def _of_modules(folder: Path) -> Pooling:
     """Return the pooling of a list of modules: the model, one pooling, and optionally the scaling
-    to length 1."""
+    to length 1. Raises `ConfigError` for other modules, and for a file that lowercases text."""
     file = folder / MODULES
     modules = [(str(each.get("type", "")).rpartition(".")[2], str(each.get("path", ""))) for each in read_list(file)]
     kinds = tuple(kind for kind, _ in modules)
@@ -155,8 +157,9 @@ def _of_modules(folder: Path) -> Pooling:
 
 
 def _modes(folder: Path) -> tuple[str, ...]:
-    """Return the modes of a pooling's own configuration: its mode, or the switches of older files;
-    without a switch, the mean."""
+    """Return the modes of a pooling from the `config.json` in its folder: its mode or modes, or the
+    switches of older files in the order of `MODES`; without a switch, the mean. Raises
+    `ConfigError` for an unknown mode, or if prompts are left out of the vector."""
     values = read_json(folder / "config.json")
     if not values.get("include_prompt", True):
         raise ConfigError(

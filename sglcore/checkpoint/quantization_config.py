@@ -37,7 +37,7 @@ class Scheme:
 
     @property
     def text(self) -> str:
-        """Return a description for a person."""
+        """Return a description for a person, such as "4 bits in groups of 128"."""
         rows, columns = self.block
         where = f"groups of {columns}" if rows == 1 and columns else f"blocks of {rows} x {columns}" if columns else ""
         what = f"{self.bits}-bit floats" if self.kind == "float8" else f"{self.bits} bits"
@@ -98,7 +98,9 @@ def _refuse(found: str, wanted: str) -> CheckpointError:
 
 
 def _columns(size: Any) -> tuple[int, int | None]:
-    """Return (rows, columns) for a group size; -1 and None mean the whole row."""
+    """Return the (rows, columns) that share a scale for a group size: (1, size), or (1, None), the
+    whole row, for None and negative sizes. Raises ValueError for 0.
+    """
     return 1, None if size is None or int(size) < 0 else _positive(size)
 
 
@@ -109,7 +111,9 @@ def _positive(size: Any) -> int:
 
 
 def _pair(sizes: Any) -> tuple[int, int]:
-    """Return (rows, columns) of a block."""
+    """Return (rows, columns) of a block from two numbers or their texts. Raises ValueError for a
+    number below 1.
+    """
     rows, columns = sizes
     return _positive(rows), _positive(columns)
 

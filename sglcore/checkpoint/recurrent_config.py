@@ -19,8 +19,9 @@ NAMES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers with the gated delta rule: numbers and sizes of key and value heads, and `taps`, the
-    tokens that their convolution reads, the current one included."""
+    """Layers with the gated delta rule: numbers of key and value heads, elements of one head
+    (`key_dim`, `value_dim`), and `taps`, the tokens that their convolution reads, the current one
+    included."""
 
     key_heads: int
     value_heads: int
@@ -120,8 +121,9 @@ def _number(value: Any) -> float:
 
 
 def layer_kinds(config: ModelConfig, known: Sequence[str] = (LINEAR, FULL)) -> tuple[str, ...]:
-    """Return the kind of each layer, from `layer_types`, or full attention in each
-    `full_attention_interval`-th layer. Raises `ConfigError` for a kind that is not `known`."""
+    """Return the kind of each layer, from `layer_types` with the names of `NAMES` translated;
+    without it, full attention in each `full_attention_interval`-th layer and linear attention in
+    the others. Raises `ConfigError` for a kind that is not `known`, or a wrong number of kinds."""
     words, layers = config.words, config.num_hidden_layers
     kinds = [NAMES.get(kind, kind) for kind in words.get("layer_types", ())] or [
         LINEAR if (layer + 1) % words.get("full_attention_interval", 4) else FULL for layer in range(layers)

@@ -23,9 +23,10 @@ Frequencies: TypeAlias = tuple[np.ndarray, float]
 
 
 def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
-    """Return the frequencies of a model that is opened for `max_positions`; R is the size of the
-    rotated part of a head. Raises `ConfigError` for an unknown kind, for missing numbers, and for
-    more frequencies than a head has."""
+    """Return the frequencies of a model that is opened for `max_positions`, float32 [R / 2] in
+    radians per position, and the factor of cosines and sines. R is the size of the rotated part of
+    a head. Raises `ConfigError` for an unknown kind, for missing numbers, and for more frequencies
+    than a head has."""
     kind = config.rope.kind
     if kind not in KINDS:
         raise ConfigError(f"rope_type {kind!r} is not supported", wanted=f"one of {', '.join(KINDS)}")
@@ -66,6 +67,7 @@ def rotary_dim(config: ModelConfig) -> int:
 
 def halves_first(heads: int, size: int, turned: int) -> np.ndarray:
     """Return int64 [heads * size]: an order of the rows of heads that moves rotated pairs apart.
+    Entry i is the old index of the new row i.
 
     The first `turned` rows of each head are pairs of neighbours; in this order the two rows of a
     pair are `turned` / 2 apart.
@@ -92,7 +94,7 @@ def _default(config: ModelConfig, max_positions: int) -> Frequencies:
 
 def _proportional(config: ModelConfig, max_positions: int) -> Frequencies:
     """Return a whole head's frequencies: the highest `partial` share of them, divided by a factor
-    if there is one, then zeros."""
+    if there is one, then zeros. The factor of cosines and sines is 1."""
     frequencies = _default(config, max_positions)[0]
     frequencies[int(config.rope.partial * config.head_dim // 2) :] = 0
     return frequencies / np.float32(config.rope.scaling.get("factor", 1.0)), 1.0
@@ -103,8 +105,9 @@ def _linear(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def _yarn(config: ModelConfig, max_positions: int) -> Frequencies:
-    """YaRN (Peng et al. 2023, sections 3.2, 3.4): high frequencies stay, low ones are divided by
-    the factor, with a ramp between them."""
+    """Return YaRN's frequencies and its factor of cosines and sines (Peng et al. 2023, sections
+    3.2, 3.4): high frequencies stay, low ones are divided by the factor, with a ramp between them.
+    """
     rope, size = config.rope, rotary_dim(config)
     factor = rope.scaling.get("factor") or config.max_position_embeddings / rope.original_max
 
@@ -138,8 +141,8 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def _llama3(config: ModelConfig, max_positions: int) -> Frequencies:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones stay, with a smooth step
-    between them."""
+    """Return Llama 3.1's frequencies, with the factor 1 for cosines and sines: long wavelengths are
+    stretched by `factor`, short ones stay, with a smooth step between them."""
     rope = config.rope
     factor, low, high = (float(rope.scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = _default(config, max_positions)[0]
@@ -154,7 +157,7 @@ def _llama3(config: ModelConfig, max_positions: int) -> Frequencies:
 def _longrope(config: ModelConfig, max_positions: int) -> Frequencies:
     """Return LongRoPE's frequencies and attention factor (Ding et al. 2024). Each frequency is
     divided by a number of `long_factor` if `max_positions` exceeds the original length, else of
-    `short_factor`."""
+    `short_factor`. Raises `ConfigError` unless there is one for each frequency."""
     rope = config.rope
     name = "long_factor" if max_positions > rope.original_max else "short_factor"
     factors = np.array(rope.scaling[name], dtype=np.float32)

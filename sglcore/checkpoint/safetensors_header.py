@@ -69,7 +69,9 @@ def read_entries(path: Path, file: RawIOBase | None = None) -> tuple[Entry, ...]
 
 
 def open_file(path: Path) -> Any:
-    """Open the file, unbuffered. Raises `CheckpointError` if it can not be read."""
+    """Open the file for reading bytes, unbuffered; the caller closes it. Raises `CheckpointError`
+    if it can not be read.
+    """
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
@@ -77,7 +79,7 @@ def open_file(path: Path) -> Any:
 
 
 def damaged(path: Path, found: str) -> CheckpointError:
-    """Return the error for a damaged file."""
+    """Return, do not raise, the error for a damaged file; `found` says what is wrong with it."""
     return CheckpointError(f"{path} is damaged: {found}", remedy="download it again")
 
 

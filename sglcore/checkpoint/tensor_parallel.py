@@ -104,7 +104,9 @@ def _keeps_groups(group: int, size: int, width: int) -> bool:
 
 
 def legal_widths(config: ModelConfig) -> tuple[int, ...]:
-    """Return every width up to MOST_WIDTH by which the model can be divided, ascending."""
+    """Return every width up to MOST_WIDTH that satisfies every constraint, as if there were neither
+    `dp` nor `ep`; ascending.
+    """
     rules = constraints(config)
     return tuple(width for width in range(1, MOST_WIDTH + 1) if all(rule.fits(rule.size, width) for rule in rules))
 
@@ -142,15 +144,17 @@ class Shard:
 
     def kv_heads(self, heads: int) -> tuple[int, int]:
         """Return [first, last) of the `heads` key and value heads that this part's query heads
-        read. With fewer heads than parts, several parts return the same head.
+        read. With fewer heads than parts, several parts return the same head. `heads` must be a
+        multiple or a divisor of the number of parts; this is not checked here.
         """
         first = self.rank * heads // self.size
         return first, first + max(heads // self.size, 1)
 
     def vocabulary(self, rows: int) -> tuple[int, int]:
-        """Return [first, last) of this rank's rows; all ranks have the same number of rows.
+        """Return [first, last) of this rank's rows of a vocabulary of `rows`; all ranks have the
+        same number of rows.
 
-        Rows after the end of the vocabulary are padding.
+        Rows from `rows` on are padding.
         """
         each = -(-rows // self.size)
         return self.rank * each, (self.rank + 1) * each

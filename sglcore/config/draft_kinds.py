@@ -79,6 +79,7 @@ IN_TREES = tuple(kind.name for kind in _KINDS if kind.takes_trees)
 
 
 def sources_text() -> str:
-    """Describe where the drafts of each kind come from, for the help of `--speculative`."""
+    """Return a phrase for the help of `--speculative`: the kinds that look up draft tokens, each
+    with the text that it searches, and the names of the kinds with a draft model."""
     looked_up = ", ".join(f"{kind.name} ({kind.source})" for kind in _KINDS if not kind.has_model)
     return f"{looked_up}, a draft model ({', '.join(MODELS)})"

@@ -39,7 +39,8 @@ class EngineConfig:
     """The configuration of the engine; `resolve_config` makes it. None: the default that the help
     of the setting names, or a value that start-up chooses and explains in the ledger.
 
-    Memory sizes are in bytes, per device. Each setting's own text is its `help`.
+    Memory sizes are in bytes, per device. Each setting's own text is its `help`. Raises ConfigError
+    when it is made with a value that is out of range or not one of the setting's choices.
     """
 
     model: str | None = setting(
@@ -324,17 +325,20 @@ def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.
     """Return the engine's configuration from explicit arguments and `SGLCORE_*` variables.
     Arguments win; an argument that is None and an empty variable count as not given.
 
-    Raises ConfigError for unknown names and for values of the wrong kind, and says what is known or
-    wanted. Variables of the server are allowed and not read.
+    Raises ConfigError for unknown names, for values of the wrong kind, and for values out of range,
+    and says what is known or wanted. Variables of the server are allowed and not read.
     """
     return resolve(EngineConfig, given, environ, ServerConfig)
 
 
 def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> ServerConfig:
-    """Return the server's configuration from arguments and variables, as `resolve_config` does for
-    the engine. Variables of the engine are allowed and not read.
+    """Return the server's configuration from explicit arguments and `SGLCORE_*` variables;
+    arguments win, and None and an empty variable count as not given. Variables of the engine are
+    allowed and not read.
 
-    The keys in the file `api_key_file` are read now and appended to `api_key`.
+    The keys in the file `api_key_file` are read now and appended to `api_key`. Raises ConfigError
+    for unknown names and for values that cannot be used, and if that file has no key or cannot be
+    read.
     """
     config: ServerConfig = resolve(ServerConfig, given, environ, EngineConfig)
     if config.api_key_file is None:
@@ -343,8 +347,8 @@ def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str
 
 
 def plain_config(config: EngineConfig) -> dict[str, Any]:
-    """Return all fields, `sources` included, as values that JSON can represent, for another
-    process; `config_of_plain` reads them."""
+    """Return all fields by name, `sources` and secrets included, as values that `json.dumps` can
+    write, for another process; `config_of_plain` reads them. Tuples stay tuples."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}
     return {**values, "sources": dict(config.sources)}
 

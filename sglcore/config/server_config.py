@@ -16,7 +16,8 @@ from sglcore.device.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The configuration of the server; `resolve_server_config` makes it. Times are in seconds,
-    sizes in bytes.
+    sizes in bytes. Raises ConfigError when it is made with a value that is out of range, or with
+    values that do not go together.
 
     Requests need no key if both `api_key` and `api_key_file` are empty. `replica_env`:
     `NAME=VALUE`; `{index}` in VALUE is the replica's number, from 0. `ray_resources`:
@@ -218,7 +219,7 @@ class ServerConfig:
 
     def variables_of(self, replica: int) -> dict[str, str]:
         """Return the environment variables by name that `replica_env` sets for replica number
-        `replica` (from 0)."""
+        `replica` (from 0). The last entry of a name counts."""
         pairs = (each.partition("=") for each in self.replica_env)
         return {name: value.replace("{index}", str(replica)) for name, _, value in pairs}
 
@@ -263,8 +264,8 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 
 def _check_key(key: str, where: str) -> None:
-    """Raise ConfigError for a key that an HTTP header cannot carry. The error names its place
-    `where` and does not repeat the key."""
+    """Raise ConfigError unless `key` is printable ASCII without spaces and not empty, which an HTTP
+    header can carry. The error names its place `where` and does not repeat the key."""
     if not key or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(f"{where} is not a key", wanted="printable ASCII without spaces", remedy="replace it")
 
@@ -285,8 +286,8 @@ def _check_variable(text: str) -> None:
 
 
 def _resource(text: str) -> tuple[str, float]:
-    """Return the name and the amount of an entry NAME=AMOUNT of `ray_resources`. Raises
-    ConfigError."""
+    """Return the name and the amount of an entry NAME=AMOUNT of `ray_resources`. Raises ConfigError
+    for an empty name, and for an amount that is not a finite number of 0 or more."""
     name, _, amount = text.partition("=")
     try:
         number = float(amount)

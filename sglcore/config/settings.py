@@ -24,7 +24,8 @@ _UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting, as `settings_of` reads it from a record's field."""
+    """The declaration of one setting, as `settings_of` reads it from a record's field: its name,
+    type and help, its allowed values and limits, and whether it is a memory size or a secret."""
 
     name: str
     """The name of the field; its flag is `--NAME` with hyphens."""
@@ -50,8 +51,10 @@ class Setting:
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
-    """Declare a setting as a field of a frozen dataclass. `declared`: further fields of `Setting`
-    by name, such as `least=1`."""
+    """Return the dataclass field that declares a setting with this default and help text.
+    `declared`: further fields of `Setting` by name, such as `least=1`; the names are checked only
+    when `settings_of` reads them. A field with `is_secret=True` is left out of the record's
+    repr."""
     is_secret = declared.get("is_secret", False)
     return field(default=default, repr=not is_secret, metadata={"help": help, **declared})
 
@@ -68,11 +71,13 @@ def settings_of(record: type[Any]) -> dict[str, Setting]:
 
 def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str, str], *others: type[Any]) -> Any:
     """Return an instance of `record` from the arguments `given` and the variables in `environ`.
-    Arguments win; an argument that is None and an empty variable count as not given.
+    Arguments win; an argument that is None and an empty variable count as not given. The field
+    `sources` gets "argument" or the variable's name for each given setting.
 
     Variables of the record classes `others` are allowed in `environ` and not read. Raises
-    ConfigError for a variable of no record, an unknown argument, and a value of the wrong kind; all
-    name what is known or wanted.
+    ConfigError for a `SGLCORE_*` variable of no record, even an empty one, for an unknown argument,
+    and for a value of the wrong kind; all name what is known or wanted. Limits and choices are
+    checked by the record itself, if its `__post_init__` calls `check_values`.
     """
     known = settings_of(record)
     values = {name: value for name, value in given.items() if value is not None}
@@ -93,7 +98,7 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
 
 def check_values(record: Any) -> None:
     """Raise ConfigError for the first setting of `record`, an instance, that is out of range or not
-    one of its choices."""
+    one of its choices. None is always allowed; types are not checked."""
     for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
         if item.choices and value is not None and value not in item.choices:
@@ -108,8 +113,9 @@ def check_values(record: Any) -> None:
 
 
 def memory_bytes(name: str, text: str) -> int:
-    """Return the number of bytes of a size such as 512M, 1.5G or 1073741824; K, M, G and T are
-    powers of 1024. Raises ConfigError, which names the setting `name`, for anything else."""
+    """Return the number of bytes of a size such as 512M, 1.5G or 1073741824, rounded down; K, M, G
+    and T in either case are powers of 1024. Raises ConfigError, which names the setting `name`, for
+    anything else. A negative size is not refused here."""
     shift = _UNITS.get(text[-1:].upper())
     try:
         number = float(text[:-1]) * (1 << shift) if shift else float(text)
@@ -125,14 +131,16 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> 
 
 
 def _suggestion(word: str, known: Collection[str], otherwise: str) -> str:
-    """Return a question that names the known word nearest to `word`, or `otherwise`."""
+    """Return "did you mean WORD?" with the known word nearest to `word`, or `otherwise` if none is
+    similar."""
     near = get_close_matches(word, known, 1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def _checked(item: Setting, value: object) -> Any:
-    """Return an argument's value in the declared type of its setting: memory sizes, paths, lists
-    and whole numbers are converted. Raises ConfigError if it has another type."""
+    """Return an argument's value in the declared type of its setting. Converts text such as "512M"
+    to bytes where `is_memory`, a path object to text, a list to a tuple, and an int to a float.
+    Raises ConfigError if it has another type. Limits and choices are not checked."""
     kind = item.kind
     if item.is_memory and isinstance(value, str):
         return memory_bytes(item.name, value)
@@ -159,8 +167,9 @@ def _fits(value: object, kind: str) -> bool:
 
 
 def _parsed(item: Setting, text: str) -> Any:
-    """Return the value of an environment variable's text, in the declared type of its setting; a
-    tuple is separated by commas. Raises ConfigError."""
+    """Return the value of an environment variable's text, in the declared type of its setting. A
+    tuple is separated by commas, without the spaces around them; a bool is 0, 1, true or false.
+    Raises ConfigError for text of another kind. Limits and choices are not checked."""
     variable, kind = item.variable, item.kind
     if item.is_memory:
         return memory_bytes(variable, text)

@@ -102,7 +102,8 @@ class Again:
         return f"{label:<{width}}  <- {', '.join(f'{need}={thing}' for need, thing in self.instead.items())}"
 
     def run(self, order: BringUp, known: Mapping[str, Any]) -> Any:
-        """Run the steps of `order` again. Returns the result of the last one."""
+        """Run the steps of `order` again with values of `known`, which is not changed. Returns the
+        result of the last step; None, without running any, if a replacement value is None."""
         given = {**known, **{need: known[thing] for need, thing in self.instead.items()}}
         if any(given[need] is None for need in self.instead):
             return None
@@ -121,7 +122,8 @@ class BringUp:
     steps: tuple[Step | Again, ...]
 
     def __init__(self, steps: Iterable[StepFunction | Step | Again]) -> None:
-        """Raises `BringUpError` if two steps provide the same value."""
+        """A function in `steps` becomes a step by `Step.of`. Raises `BringUpError` if two steps
+        provide the same value. Needs are checked by `check`."""
         self.steps = tuple(step if isinstance(step, (Step, Again)) else Step.of(step) for step in steps)
         names = [step.provides for step in self.steps]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -135,7 +137,8 @@ class BringUp:
     ) -> BringUp:
         """Return a new order with one more step directly before or after a step of this one.
         Exactly one of `before` and `after` is given: the step's function or what it provides.
-        Raises `BringUpError` if not so, or if there is no such step.
+        Raises `BringUpError` if not so, if there is no such step, or if the new step provides what
+        another one provides.
         """
         if before is not None and after is None:
             place = self._index(before)
@@ -146,21 +149,24 @@ class BringUp:
         return BringUp((*self.steps[:place], Step.of(step), *self.steps[place:]))
 
     def replace(self, old: StepFunction | str, new: StepFunction) -> BringUp:
-        """Return a new order in which `new` provides what `old` provided; the name of the function
-        may differ.
+        """Return a new order in which the function `new` provides what the step `old` (its function
+        or what it provides) provided; the name of the function may differ. Raises `BringUpError` if
+        there is no such step.
         """
         place = self._index(old)
         step = Step.of(new, provides=self.steps[place].provides)
         return BringUp((*self.steps[:place], step, *self.steps[place + 1 :]))
 
     def remove(self, step: StepFunction | str) -> BringUp:
-        """Return a new order without one step."""
+        """Return a new order without one step, named by its function or what it provides. Raises
+        `BringUpError` if there is no such step."""
         place = self._index(step)
         return BringUp((*self.steps[:place], *self.steps[place + 1 :]))
 
     def check(self, given: Collection[str]) -> None:
         """Raise `BringUpError` unless every need of every step is in `given` or provided by an
-        earlier step, and no step provides a value that is in `given`.
+        earlier step. Also if a step provides a value that is in `given`, or a later step provides a
+        value that is optional for an earlier one.
         """
         known = set(given)
         for place, step in enumerate(self.steps):
@@ -175,11 +181,12 @@ class BringUp:
             known.add(step.provides)
 
     def run(self, given: Mapping[str, object], report: Callable[[str, float], None] | None = None) -> Mapping[str, Any]:
-        """Check the order, then call every step. Returns the built values, in order. `report` is
-        called after each step with the name of its value and its time in seconds.
+        """Check the order, then call every step. Returns the built values by name, in order,
+        without those of `given`. `report` is called after each step with the name of its value and
+        its time in seconds.
 
-        If a step fails, the values built before it are closed in reverse order. The exception keeps
-        its traceback and gets a note with the name of the step.
+        Raises what `check` raises. If a step fails, the values built before it are closed in
+        reverse order. The exception keeps its traceback and gets a note with the name of the step.
         """
         self.check(given.keys())
         known = dict(given)

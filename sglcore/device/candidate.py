@@ -76,7 +76,8 @@ class Candidate:
 def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
     """Call a package's probe on `system` (None: `host_system()`); `named` says whether a user
     requested this device by name. Exceptions of the probe keep their traceback and get a note that
-    names the package.
+    names the package. Raises `DeviceError` if the probe ends the process, or returns no
+    ProbeReport.
     """
     try:
         report = resolve(package.probe, package.name)(named, system or host_system())
@@ -91,8 +92,9 @@ def run_probe(package: DevicePackage, named: bool, system: System | None = None)
 
 
 def try_package(item: Installed, named: bool, system: System | None = None) -> Candidate:
-    """Load and probe an installed package, as `run_probe` does. Its exceptions are returned in the
-    Candidate, not raised.
+    """Load and probe an installed package, and return its Candidate, with its probe report or with
+    the exception that loading or probing it raised. `named`: a user requested this device by name;
+    `system` None: `host_system()`.
     """
     try:
         return Candidate(item, run_probe(item.loaded(), named, system))
@@ -108,9 +110,9 @@ def claims_of(installed: Sequence[Installed]) -> frozenset[PciClaim]:
 def likely_devices(candidate: Candidate, known: frozenset[PciClaim], bus: Sequence[PciDevice]) -> tuple[PciDevice, ...]:
     """Return the PCI devices that a package which raised would probably have found.
 
-    These are the devices that it claims and that are certainly accelerators. If its claims are
-    unknown, these are accelerators of vendors that no claim in `known`, the claims of all loaded
-    packages, covers.
+    These are the devices that it claims and that are certainly accelerators. If it was not loaded,
+    or claims nothing and is not the host, these are the accelerators of vendors that no claim in
+    `known`, the claims of all loaded packages, covers.
     """
     package = candidate.installed.package
     if package is not None and (package.pci or package.is_host):

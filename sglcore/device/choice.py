@@ -27,7 +27,8 @@ class Requested:
     index: int | None = None
 
     def __str__(self) -> str:
-        """Return the request as a ledger row shows it."""
+        """Return "NAME:INDEX (from SOURCE)", without ":INDEX" if none was given, or "automatic",
+        for a ledger row."""
         number = "" if self.index is None else f":{self.index}"
         return f"{self.name}{number} (from {self.source})" if self.name else "automatic"
 
@@ -42,7 +43,8 @@ class Requested:
 
 def requested_device(option: str | None, environ: Mapping[str, str] = os.environ) -> Requested:
     """Return the request from `--device`, or else from `SGLCORE_DEVICE`. An empty value is no
-    request.
+    request: without any, an automatic choice is requested. Raises DeviceError if the text is
+    neither NAME nor NAME:INDEX.
     """
     for text, source in ((option, "--device"), (environ.get(VARIABLE), VARIABLE)):
         if text:
@@ -52,8 +54,9 @@ def requested_device(option: str | None, environ: Mapping[str, str] = os.environ
 
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
-    """The device that runs, its distribution, its contract's API number, the reason for the choice,
-    and its index among the package's devices.
+    """The device that runs: its name, the name and version of the Python distribution that supports
+    it, the API number of the device contract, the reason for the choice, and the device's index
+    among those of the package.
     """
 
     name: str
@@ -64,7 +67,7 @@ class ChosenDevice:
     index: int = 0
 
     def __str__(self) -> str:
-        """Return the device in the syntax of `--device`."""
+        """Return the device in the syntax of `--device`: NAME:INDEX, or NAME alone for index 0."""
         return f"{self.name}:{self.index}" if self.index else self.name
 
     def pinned(self, asked: str | None) -> str | None:
@@ -98,8 +101,9 @@ def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -
     """Return, in a child process, the package that the parent chose: `encoded` is the parent's
     `ChosenDevice.encode()`, `requested` the device that the child itself was given, if any.
 
-    Raises `DeviceError`, naming both sides, if the child was given another device or finds another
-    distribution, version or API. Raises the package's own error if it cannot be loaded.
+    Raises `DeviceError`, naming both sides, if the child was given another device, has no such
+    package, or finds another distribution, version or API. Raises the package's own error if it
+    cannot be loaded. The device is not probed.
     """
     chosen = ChosenDevice.decode(encoded)
     asked = Requested.parse(requested, VARIABLE) if requested else Requested(chosen.name)

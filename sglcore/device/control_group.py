@@ -29,8 +29,8 @@ def group_folders(system: System, controller: str) -> list[str]:
 
 
 def memory_limits(system: System) -> Iterator[tuple[int, int, str]]:
-    """Yield (limit, bytes in use without droppable page cache, folder) of each control group of
-    this process that limits its memory."""
+    """Yield (limit in bytes, bytes in use without droppable page cache, folder) of each control
+    group of this process, and of its parents, that limits its memory; the innermost first."""
     for folder in group_folders(system, "memory"):
         limit = _number(system, f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
         if limit is None or limit >= UNLIMITED:
@@ -48,9 +48,9 @@ def cpu_quota(system: System) -> float | None:
 
 
 def _droppable(system: System, folder: str) -> int:
-    """Return the bytes of the group's page cache that the kernel can drop under pressure. In
-    version 1 `inactive_file` leaves out the groups inside, which the usage includes; there
-    `total_inactive_file` is the figure that fits."""
+    """Return the bytes of the group's page cache that the kernel can drop under pressure; 0 if
+    unknown. In version 1 `inactive_file` leaves out the groups inside, which the usage includes;
+    there `total_inactive_file` is the figure that fits."""
     words = (line.split() for line in (system.read(f"{folder}/memory.stat") or "").splitlines())
     stats = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2}
     return stats.get("total_inactive_file", stats.get("inactive_file", 0))
@@ -68,6 +68,6 @@ def _quota(system: System, folder: str) -> float | None:
 
 
 def _number(system: System, *paths: str) -> int | None:
-    """Return the number in the first of these files that holds one."""
+    """Return the number in the first of these files that holds one; None if none does."""
     texts = ((system.read(path) or "").strip() for path in paths)
     return next((int(text) for text in texts if text.isdigit()), None)

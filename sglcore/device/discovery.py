@@ -22,8 +22,8 @@ _API_TAG = re.compile(r"\[\s*api-(\d+)\s*\]\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A distribution with an entry point for a device `name`: its package, or the error of loading
-    it.
+    """One entry point of the group `sglcore.devices`: the device's `name`, the name and version of
+    the Python distribution, and its package, or the error that loading it raised.
     """
 
     name: str
@@ -40,16 +40,17 @@ class Installed:
 
 
 def discover(found: Iterable[EntryPoint] | None = None) -> tuple[Installed, ...]:
-    """Return every installed device package, by name. A package that cannot be loaded is listed
-    with its error.
+    """Return every installed device package, sorted by device name. `found`: the entry points to
+    load; None: those of this Python environment. Imports the packages. A package that cannot be
+    loaded, or that shares its name with another one, is listed with its error.
     """
     points = sorted(entry_points(group=GROUP) if found is None else found, key=lambda point: (point.name, _home(point)))
     return tuple(_load(point, [other for other in points if other.name == point.name]) for point in points)
 
 
 def pip(command: str, distribution: str) -> str:
-    """Return the remedy `pip COMMAND DISTRIBUTION`, or what to do by hand if the distribution has
-    no name for pip.
+    """Return the text "pip COMMAND DISTRIBUTION" for a message, or what to do by hand if the
+    distribution is UNKNOWN to pip. Runs nothing.
     """
     if distribution == UNKNOWN:
         return f"delete the .dist-info folder without METADATA that has an entry point of {GROUP}"
@@ -116,7 +117,7 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
 
 def _home(point: EntryPoint) -> tuple[str, str]:
     """Return name and version of the distribution of an entry point. A damaged installation may
-    lack both.
+    lack both: then UNKNOWN and "?".
     """
     name, version = (point.dist.name, point.dist.version) if point.dist is not None else (None, None)
     return name or UNKNOWN, version or "?"

@@ -17,7 +17,8 @@ class SglcoreError(Exception):
     exit_code: ClassVar[int] = 2
 
     def __init__(self, found: str, *, wanted: str = "", remedy: str = "") -> None:
-        """Join the given parts: `found; wanted ...; remedy`."""
+        """Join the given parts: `found; wanted ...; remedy`, without the empty ones. Each part is
+        also an attribute."""
         super().__init__("; ".join(part for part in (found, wanted and f"wanted {wanted}", remedy) if part))
         self.found = found
         self.wanted = wanted

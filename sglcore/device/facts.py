@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the core must know about a device, as plain host data. A package's `DevicePackage.facts`
-    returns it; the core reads its fields in place of the device's name.
+    """What the core must know about a device, as plain host data: its element types and page size,
+    whether it has streams and pinned memory, and which graphs it captures. A package's
+    `DevicePackage.facts` returns it; the core reads its fields in place of the device's name.
     """
 
     tensor_device: str

@@ -18,8 +18,9 @@ long as counting the frozen objects."""
 def no_collection() -> Iterator[None]:
     """Disable garbage collection inside; afterwards the collector is on if it was on before.
 
-    If many objects were made inside, all present objects are then marked as old: those made inside
-    are permanent, and the next collection of young objects would search them in vain.
+    If it was on and many objects were made inside, all present objects are then marked as old:
+    those made inside are permanent, and the next collection of young objects would search them in
+    vain.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -32,8 +33,8 @@ def no_collection() -> Iterator[None]:
 
 
 def _let_all_be_old() -> None:
-    """Mark all objects as old without a search. Does nothing if frozen objects exist, because they
-    would be unfrozen.
+    """Mark all objects as old without a search, if at least MANY young ones exist. Does nothing if
+    frozen objects exist, because they would be unfrozen.
     """
     if gc.get_count()[0] >= MANY and not gc.get_freeze_count():
         gc.freeze()

@@ -11,7 +11,8 @@ from sglcore.device.errors import StrictError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One decision. `downgrade`: the effective value is less than the requested one."""
+    """One decision, as texts: its topic, the requested and the effective value, the reason, and how
+    to change it. `downgrade`: the effective value is less than the requested one."""
 
     topic: str
     requested: str
@@ -36,16 +37,17 @@ class DecisionLedger:
         self._whole: DecisionLedger | None = None
 
     def about(self, what: str) -> DecisionLedger:
-        """Return a new ledger as a part of this one: each row recorded there is also recorded here,
-        with `what` and a space before its topic.
+        """Return a new ledger as a part of this one, as strict as this one: each row recorded there
+        is also recorded here, with `what` and a space before its topic.
         """
         part = DecisionLedger(strict=self.strict)
         part._about, part._whole = what, self
         return part
 
     def record(self, *rows: Row) -> None:
-        """Append rows. If the ledger is strict, raises `StrictError` for the first downgrade (its
-        row stays recorded).
+        """Append rows. If the ledger is strict, raises `StrictError` for the first downgrade: its
+        row stays recorded, the rows after it are not. A part (`about`) records its rows in the
+        whole too.
         """
         if self._whole is not None:
             self._rows += rows
@@ -66,5 +68,6 @@ class DecisionLedger:
         return self._rows
 
     def as_json(self) -> list[dict[str, object]]:
-        """Return the rows as plain values, ready for `json.dumps`."""
+        """Return one dict per row, values by the names of the fields of `Row`, ready for
+        `json.dumps`."""
         return [asdict(row) for row in self._rows]

@@ -50,8 +50,9 @@ class Adapting(type):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePackage(metaclass=Adapting):
-    """The declaration of one kind of device, as data. `sglcore.devices` entry points name an
-    instance of it, with its API number as `[api-N]`.
+    """The declaration of one kind of device, as data: its name and API number, and references to
+    its probe, facts, worker, attention and graph backends, kernel tables and bring-up order.
+    `sglcore.devices` entry points name an instance of it, with its API number as `[api-N]`.
     """
 
     name: str
@@ -103,8 +104,8 @@ class DevicePackage(metaclass=Adapting):
     """
 
     def __post_init__(self) -> None:
-        """Freeze copies of the mappings. Refuses references that are not `module:name`, and a
-        package without kernels.
+        """Freeze copies of the mappings. Raises `DeviceError` for a reference that is not
+        `module:name`, and for a package without kernels.
         """
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
         object.__setattr__(self, "graphs", MappingProxyType(dict(self.graphs)))
@@ -116,7 +117,8 @@ class DevicePackage(metaclass=Adapting):
             modules(ref, package=self.name)
 
     def refs(self) -> tuple[Ref, ...]:
-        """Return every reference of the declaration, in reading order."""
+        """Return the references of the declaration, in reading order, without those in
+        `communication`."""
         named = (*self.attention.values(), *self.graphs.values(), *self.kernels.values())
         return (self.probe, self.facts, self.worker, *named, self.bring_up, *filter(None, (self.partition,)))
 

@@ -154,7 +154,7 @@ class PageTransfer(Protocol):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The connected peers."""
+        """The numbers of the connected peers."""
         ...
 
     @property
@@ -163,8 +163,8 @@ class PageTransfer(Protocol):
         ...
 
     def connect(self, address: str) -> int:
-        """Connect to a peer at an address; waits. Raises PeerLost if there is none, and
-        ConfigError, which prints both layouts, if its layout differs.
+        """Connect to a peer at an address HOST:PORT and return its number; waits. Raises PeerLost
+        if there is none, and ConfigError, which prints both layouts, if its layout differs.
         """
         ...
 
@@ -179,7 +179,8 @@ class PageTransfer(Protocol):
         ...
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
-        """Take what has arrived, including pages. Waits up to `seconds` for the first event."""
+        """Return the events that have arrived, in order, after placing pages that have arrived.
+        Waits up to `seconds` for the first event; an empty list if none came."""
         ...
 
     def offer(self, peer: int, pages: Ints) -> int:

@@ -15,7 +15,8 @@ DISPLAY_CLASS = 0x0300
 
 @dataclass(frozen=True, slots=True)
 class PciDevice:
-    """A device on the PCI bus."""
+    """A device on the PCI bus: its address such as "0000:3b:00.0", its numbers, and `pci_class`,
+    class and subclass in 16 bits."""
 
     address: str
     vendor_id: int
@@ -23,7 +24,8 @@ class PciDevice:
     pci_class: int
 
     def __str__(self) -> str:
-        """Return its address and numbers as `lspci -nn` prints them."""
+        """Return its address and numbers in hexadecimal, such as "0000:3b:00.0 [1234:abcd] of PCI
+        class 0302"."""
         return f"{self.address} [{self.vendor_id:04x}:{self.device_id:04x}] of PCI class {self.pci_class:04x}"
 
     @property
@@ -59,7 +61,8 @@ class PciClaim:
 
 
 def pci_devices(pci: Path = Path(PCI_DEVICES)) -> tuple[PciDevice, ...]:
-    """Return every device under `pci`, by address; none if the folder does not exist."""
+    """Return every device under the folder `pci`, sorted by address; none if the folder does not
+    exist. A device that cannot be read is left out."""
     folders = sorted(pci.iterdir()) if pci.is_dir() else ()
     return tuple(device for device in map(_read, folders) if device is not None)
 
@@ -76,7 +79,8 @@ def unclaimed_devices(claims: Collection[PciClaim], devices: Iterable[PciDevice]
 
 
 def _read(folder: Path) -> PciDevice | None:
-    """Read one device; None if it left the bus meanwhile."""
+    """Read the device of one folder; None if a file cannot be read or is no number, because the
+    device left the bus meanwhile."""
     try:
         vendor, device, pci_class = (int((folder / name).read_text(), 16) for name in ("vendor", "device", "class"))
     except (OSError, ValueError):

@@ -94,14 +94,15 @@ class StepPlan:
         return self
 
     def starts(self) -> tuple[int, ...]:
-        """Return the first row of each shard among all rows, without padding, and the end of the
-        last shard.
+        """Return the first row of each shard among all rows, without padding, and then the number
+        of all rows: one entry more than there are shards.
         """
         return (0, *accumulate(self.global_num_tokens))
 
     def sizes(self, width: int) -> tuple[int, ...]:
-        """Return the rows that each shard contributes to an exchange, each a multiple of the
-        `width` ranks that share them.
+        """Return the number of rows that each shard contributes to an exchange, rounded up to a
+        multiple of the `width` ranks that share them. If `is_padded`, each shard contributes the
+        largest number.
         """
         rounded = tuple(-(-count // width) * width for count in self.global_num_tokens)
         return (max(rounded),) * len(rounded) if self.is_padded else rounded

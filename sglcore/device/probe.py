@@ -57,7 +57,8 @@ class ProbeReport:
     can be used.
 
     `devices` are those that this process may use, by index; empty if the files do not tell their
-    number. `hidden` names the variable that hides others; empty if none does.
+    number. `hidden` names the variable that hides others; empty if none does. `details`: further
+    text by name, for reports.
     """
 
     hardware: Fact
@@ -75,7 +76,8 @@ class ProbeReport:
 
     @property
     def facts(self) -> Mapping[str, Fact]:
-        """The four facts by name, in the order of their dependence."""
+        """The four facts by name, in the order of their dependence: hardware, driver, package,
+        runtime."""
         return MappingProxyType(
             {"hardware": self.hardware, "driver": self.driver, "package": self.package, "runtime": self.runtime}
         )
@@ -104,8 +106,8 @@ class ProbeReport:
 
 
 def installed_fact(module: str, distribution: str, remedy: str) -> Fact:
-    """Return the fact that a top-level module can be found, with the version of its distribution as
-    evidence, or `remedy` if it cannot. Nothing is imported.
+    """Return the fact whether the top-level module `module` can be found, with the name and version
+    of its distribution as evidence, or `remedy` if it cannot. Nothing is imported.
     """
     if find_spec(module) is None:
         return Fact(False, f"there is no module {module!r}", remedy)

@@ -166,8 +166,8 @@ def _index(candidate: Candidate, requested: Requested) -> int:
 
 
 def _end(candidate: Candidate, likely: PciDevice, candidates: Sequence[Candidate]) -> NoReturn:
-    """Raise the error of a package when its hardware is probably present, and add how to start
-    without it.
+    """Raise the error of a package when its hardware `likely` is probably present, and add how to
+    start without it: an SglcoreError as a new `DeviceError`, any other error itself with a note.
     """
     host = next((c.name for c in candidates if c.is_host and c.is_usable), "NAME")
     text, remedy = f"{likely} is probably a device of {candidate.name!r}", f"--device {host} starts without it"

@@ -39,19 +39,20 @@ class System:
         return self.root == Path("/")
 
     def path(self, path: str) -> Path:
-        """Return an absolute path below the root."""
+        """Return the place below `root` of an absolute path of the system. It need not exist."""
         return self.root / path.lstrip("/")
 
     def exists(self, path: str) -> bool:
-        """Return whether this absolute path exists; False also without permission to look."""
+        """Return whether this absolute path exists below the root; False also without permission to
+        look."""
         try:
             return self.path(path).exists()
         except OSError:
             return False
 
     def glob(self, pattern: str) -> tuple[str, ...]:
-        """Return the absolute paths (as seen from the root) that match an absolute
-        pattern, sorted.
+        """Return the absolute paths (as seen from the root) that match an absolute pattern, sorted;
+        empty if nothing matches or a folder cannot be read.
         """
         try:
             found = sorted(self.root.glob(pattern.lstrip("/")))
@@ -73,8 +74,8 @@ class System:
             return None
 
     def library(self, name: str, *folders: str) -> str | None:
-        """Return the absolute path of a shared library such as "libm.so.6", or None; a name with
-        wildcards finds the first match. Nothing is loaded.
+        """Return the absolute path, as seen from the root, of a shared library such as "libm.so.6",
+        or None; a name with wildcards finds the first match. Nothing is loaded.
 
         Searches `folders` (absolute), LD_LIBRARY_PATH, the loader's configured folders, then the
         usual ones.
@@ -92,8 +93,9 @@ class System:
         return self._planted(name) is not None or _findable(name)
 
     def torch_build(self) -> Mapping[str, str]:
-        """Return version and build targets of the installed torch: "version", and each text that
-        its `version.py` assigns, read without an import. Empty if torch is not installed.
+        """Return version and build targets of the installed torch: each name that its `version.py`
+        assigns a text literal, without the underscores at its ends (such as "version"), with that
+        text. Read without an import. Empty if torch is not installed.
         """
         planted = self._planted("torch")
         text = _read(planted / "version.py") if planted else _installed_version_file("torch")
@@ -143,7 +145,8 @@ def _read(path: Path) -> str:
 
 
 def _assignments(text: str) -> list[tuple[str, str]]:
-    """Return the names and texts that a version file assigns."""
+    """Return the pairs (name, text) for each text literal that a version file assigns. Underscores
+    at both ends of a name are removed; other values are left out."""
     found: list[tuple[str, str]] = []
     for name, value in _ASSIGNED.findall(text):
         try:

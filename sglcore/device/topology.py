@@ -20,7 +20,9 @@ stages.
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How the devices of one kind exchange tensors. The device package declares it."""
+    """How the devices of one kind exchange tensors, which the device package declares: the names of
+    its back ends, whether captured graphs may hold collectives, the network interface's variable,
+    and libraries that send tokens to experts."""
 
     backend: str
     """The name of the back end in torch.distributed."""
@@ -78,8 +80,8 @@ class Topology:
         return (pp * self.dp + dp) * self.attn_tp + tr
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every group of that name, ascending; each rank is in exactly one.
-        Raises ValueError for another name.
+        """Return the ranks of every group of that name, one of GROUPS such as "tp" or "attn_dp",
+        ascending; each rank is in exactly one. Raises ValueError for another name.
         """
         if name not in GROUPS:
             raise ValueError(f"{name!r} is not a group; wanted one of {', '.join(GROUPS)}")
@@ -94,7 +96,8 @@ class Topology:
         return tuple(tuple(rank for rank in every if key[rank] == each) for each in dict.fromkeys(key))
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group of that name that contains `rank`."""
+        """Return the ranks, ascending, of the group of that name that contains `rank`. Raises
+        ValueError for another name; `rank` must be below `world`."""
         return next(group for group in self.groups(name) if rank in group)
 
 
@@ -134,5 +137,5 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def widths_text(number: int) -> str:
-    """Return the sizes that divide a number, as text for users."""
+    """Return the sizes that divide a number, ascending, as text such as "1, 2, 4"."""
     return ", ".join(map(str, divisors(number)))

@@ -18,9 +18,10 @@ has the same meaning.
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What `visible_devices` returns: `devices` as the process numbers them. `hidden`: the
-    variables that hide devices or change their order, with their values; empty if there are none.
-    `failure`: the reason why the runtime cannot be used, if every device is hidden.
+    """What `visible_devices` returns: `devices` as the process numbers them. `hidden`: text that
+    names the variables that hide devices or change their order, with their values; empty if there
+    are none. `failure`: the reason why the runtime cannot be used, if variables hide every device;
+    otherwise None.
     """
 
     devices: tuple[DeviceInfo, ...]
@@ -52,14 +53,15 @@ def visible_devices(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *
 
 def shows_none(value: str) -> bool:
     """Return whether the first entry in the value of a variable says that the process has no
-    device.
+    device: nothing, a negative number, or one of NO_DEVICE such as "none", in either case.
     """
     first = value.partition(",")[0].strip().lower()
     return first in NO_DEVICE or re.fullmatch(r"-\d+", first) is not None
 
 
 def all_hidden(hidden: str, is_wanted: bool) -> Fact:
-    """Return the fact that every device is hidden, by the variables in `hidden`."""
+    """Return the fact that every device is hidden, by the variables that the text `hidden` names.
+    `is_wanted`: whether a variable names no device on purpose."""
     return Fact(False, hidden, "unset it, or name there a device of this machine", is_wanted)
 
 

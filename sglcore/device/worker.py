@@ -19,8 +19,9 @@ from sglcore.device.swap_counts import SwapCounts
 
 
 def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookahead: int = 0) -> int:
-    """Return the maximum length of one request's list of window pages, for a chunk of a whole step
-    and any alignment of its start and end. All sizes are in tokens; `lookahead` as in `Limits`.
+    """Return the maximum number of window pages in one request's list, for a chunk of a whole step
+    and any alignment of its start and end. All sizes are in tokens; `lookahead`: how many following
+    tokens the contents of a page depend on.
     """
     # The rounding of the pages at both ends already covers the first two tokens of lookahead.
     return -(-(window + max_batch_tokens + max(0, lookahead - 2)) // page_size) + 2
@@ -28,7 +29,8 @@ def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookah
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker can hold and do. The worker makes it when it is built, and it never changes.
+    """What a worker can hold and do: numbers of requests, tokens and pages, bytes of its memory,
+    and features as flags. The worker makes it when it is built, and it never changes.
 
     One request of `max_model_len` tokens always fits. Sizes in bytes are on each device.
     """
@@ -132,7 +134,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of N tokens: natural logarithms, of the model's raw logits.
+    """Log-probabilities of N tokens: natural logarithms, of the model's raw logits. Each token has
+    its own, its rank, and the K most likely alternatives.
 
     K is the largest number of alternatives that a row of the batch requests.
     """
@@ -149,7 +152,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What one step produced, row by row of its batch. The worker's `collect` makes it."""
+    """What one step produced, row by row of its batch: sampled tokens, which rows had bad logits,
+    log-probabilities, embeddings, and counts of draft tokens. The worker's `collect` makes it."""
 
     step: int
     """The number of the step."""
@@ -192,8 +196,8 @@ class ModelWorker(Protocol):
         ...
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step and return without waiting for the device. The worker may keep and change
-        `batch`.
+        """Start a step and return without waiting for its results. The worker may keep and change
+        `batch`. Without `Limits.can_overlap` the previous step must have been collected.
         """
         ...
 

@@ -78,8 +78,8 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt and return its output object, which later steps fill. Without a
-        `request_id`, the request gets an unused one. Raises RequestError or TextError; then nothing
-        was queued."""
+        `request_id`, the request gets an unused one. Warns of parts of a JSON schema that are not
+        enforced. Raises RequestError or TextError; then nothing was queued."""
         if self.tokens.is_closed:
             raise TextError("this engine is closed", remedy="start another")
         name = request_id or self._free_name()
@@ -115,8 +115,9 @@ class Engine:
     def embed(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[np.ndarray]:
         """Return one embedding, float32[size], for each prompt, pooled as the checkpoint declares.
 
-        The text of the checkpoint's prompt `prompt_name` is put before each text. Waits. If one
-        prompt cannot run, raises an error that names its index, before any work starts.
+        The text of the checkpoint's prompt `prompt_name` (None: its default prompt) is put before
+        each text. Waits. Raises TextError if the checkpoint does not embed, and, before any work
+        starts, one that names the index of a prompt that cannot run.
         """
         limits = self.worker.limits
         if limits.generates or limits.num_labels:
@@ -134,7 +135,8 @@ class Engine:
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
         """Return the scores float32 [labels] of each pair of texts, by the checkpoint's
-        classification head. Waits; all or none run, as in `embed`."""
+        classification head. Waits. Raises TextError without such a head, and, before any work
+        starts, one that names the index of a pair that cannot run."""
         if not self.worker.limits.num_labels:
             raise TextError(
                 "this checkpoint has no classification head",
@@ -198,9 +200,10 @@ class Engine:
 
 
 def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-    """Return the token ids of a prompt; `special` adds the tokens that the checkpoint puts around a
-    text. Raises TextError if the prompt is neither text nor ids. Raises ContextError for a long
-    text that surely has more than `most` tokens (None: no limit), without reading it to its end."""
+    """Return the token ids of a prompt (of `PromptEmbeds` its ids, or zeros if they are unknown);
+    `special` adds the tokens that the checkpoint puts around a text. Raises TextError if the prompt
+    is neither text nor ids. Raises ContextError for a long text that surely has more than `most`
+    tokens (None: no limit), without reading it to its end."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=special, most=most)
     if isinstance(prompt, PromptEmbeds):
@@ -221,8 +224,8 @@ def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
     """Return the prompt to embed, with the checkpoint's prompt `name` before a text (None: the
     default prompt).
 
-    Token ids are returned unchanged. Raises TextError if `name` is given with token ids, or if the
-    checkpoint has no prompt of that name.
+    Token ids are returned unchanged. Raises TextError if `name` is given with token ids, if the
+    checkpoint has no prompt of that name, and for `PromptEmbeds`.
     """
     if isinstance(prompt, str):
         return codec.prompted(prompt, name)
@@ -252,7 +255,7 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
 
 def cut_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> int | None:
     """Return the number of tokens that fit in the context of `max_model_len` after a prompt of
-    `prompt_tokens`, if `params.max_tokens` is larger; else None."""
+    `prompt_tokens`, if `params.max_tokens` is larger; None if it is not, or is None."""
     left = max_model_len - prompt_tokens
     return left if params.max_tokens is not None and params.max_tokens > left else None
 

@@ -23,11 +23,13 @@ from sglcore.schedule.result_checks import longest_prompt
 
 
 class LLM:
-    """A model that generates text. Also a context manager; `close` frees the device.
+    """A model that generates text, or embeds or scores texts. Also a context manager; `close` frees
+    the device.
 
     `model` is a checkpoint folder, a GGUF file or a name of Hugging Face's hub, which is fetched
     (None: the embedded model). Settings are the fields of `EngineConfig`, each also read from
-    `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal.
+    `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal. Waits until the model is loaded.
+    Raises SglcoreError for errors that a user can correct.
     """
 
     def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:
@@ -70,7 +72,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. `params`: one
         for all prompts, or one for each; None: `default_params`. Returns one output per prompt, in
-        order.
+        order. Raises TextError for `params` of another kind or number.
 
         The output of a prompt that cannot run has one completion, with finish_reason "error" and
         the reason in `error`; other prompts are not affected.
@@ -90,8 +92,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt, yielding text as it becomes final. `params` None: `default_params`.
-        Closing the iterator aborts the request. A prompt that cannot run raises TextError or
-        RequestError.
+        The prompt is queued at the first `next`, which raises TextError or RequestError for one
+        that cannot run. Closing the iterator aborts the request.
 
         Several streams may be open, and `generate` may be called meanwhile: each step serves them
         all.
@@ -111,13 +113,14 @@ class LLM:
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation, in the checkpoint's own chat format, and return its output. Waits.
-        `params` None: `default_params`. Raises as `chat_prompt`."""
+        `params` None: `default_params`. Raises TextError if the chat template refuses the
+        conversation, and ContextError if it surely exceeds the context."""
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, in the checkpoint's own chat format, for
-        `generate` or `stream`. Raises TextError as `ChatTemplate.render`, and ContextError for a
-        conversation that surely exceeds the context."""
+        `generate` or `stream`. Raises TextError if there is no chat template or it refuses the
+        conversation, and ContextError for a conversation that surely exceeds the context."""
         return self.prompt(self.engine.codec.render_chat(messages), special=False)
 
     def prompt(self, text: str, *, special: bool = True) -> list[int]:
@@ -131,8 +134,9 @@ class LLM:
         declares.
 
         Waits. For embedding checkpoints, and for others with `task="embed"`. The checkpoint's
-        prompt `prompt_name` (None: its default prompt) is put before each text. Raises TextError,
-        and RequestError, which names the limit that a text exceeds.
+        prompt `prompt_name` (None: its default prompt) is put before each text. Raises TextError
+        for other checkpoints, and, before any work starts, one that names the index of a prompt
+        that cannot run and why, such as the limit that it exceeds.
         """
         found = self.engine.embed(_as_list(prompts), prompt_name)
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
@@ -140,8 +144,9 @@ class LLM:
     def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> np.ndarray:
         """Return scores, float32 [pairs] for a classification head with one label, else [pairs,
         labels]. Waits. Pairs are one query with each document, or each query with its own document.
-        The last function is the checkpoint's: for one label, usually a sigmoid. Raises as
-        `embed`."""
+        The last function is the checkpoint's: for one label, usually a sigmoid. Raises TextError
+        for other numbers of texts, without a classification head, and for a pair that cannot
+        run."""
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
         if len(firsts) != len(seconds):

@@ -31,7 +31,9 @@ _SIZES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts about a model, which `read_card` reads from its files without loading them."""
+    """Facts about a model, which `read_card` reads from its files without loading them: file
+    format, family, precision, bytes, parameters, time of the last change, digest, and sizes of its
+    layers."""
 
     format: str
     """safetensors or gguf."""

@@ -57,9 +57,9 @@ def commit_of(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """How files are fetched. `progress(phase, done, total)` gets MiB; `revision`: branch, tag or
-    commit (None: the default branch); `token` (None: HF_TOKEN or the token of `hf auth login`);
-    `runs_code`: fetch Python files too."""
+    """How files are fetched. `progress(phase, done, total)` gets MiB during downloads, perhaps on
+    other threads; `revision`: branch, tag or commit (None: the default branch); `token` (None:
+    HF_TOKEN or the token of `hf auth login`); `runs_code`: fetch Python files too."""
 
     progress: Callable[[str, int, int], None]
     revision: str | None = None
@@ -67,8 +67,9 @@ class Hub:
     runs_code: bool = False
 
     def fetch(self, name: str) -> Path:
-        """Return the checkpoint folder or GGUF file of a name, in the cache. Downloads missing
-        files and waits for them. Raises ConfigError."""
+        """Return the checkpoint folder or GGUF file of a name `owner/name` or `owner/name:quant`,
+        in the cache. Downloads missing files and waits for them. Raises ConfigError if the model
+        cannot be fetched or lacks its weights, or if huggingface_hub is not installed."""
         repository, _, quant = name.partition(":")
         with _in_one_line(name, self.revision):
             folder = self._get(repository, self.revision, (*FILES, "*.py") if self.runs_code else FILES)
@@ -125,8 +126,10 @@ def _models(names: Iterable[str]) -> list[str]:
 
 
 def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
-    """Return the name out of `names` whose end is the quantisation `quant`. With an empty `quant`,
-    the file of USUAL_QUANT, or the only file. Raises ConfigError if there is none."""
+    """Return the one of the file names `names` that ends in the quantisation `quant`, in either
+    case; the shortest of several, and of a file in parts the first part. With an empty `quant`, the
+    file of USUAL_QUANT, or else the only file. Raises ConfigError if there is none; `repository` is
+    for its text."""
     wanted = quant or USUAL_QUANT
     end = re.compile(rf"(.*[-._/])?{re.escape(wanted)}(-\d+-of-\d+)?{re.escape(SUFFIX)}", re.IGNORECASE)
     found = sorted((name for name in names if end.fullmatch(name)), key=len)

@@ -9,7 +9,9 @@ from sglcore.schedule.request_output import FinishReason, TokenLogprob
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of a prompt, as it grows and at its end."""
+    """One sample of a prompt, as it grows and at its end: text, tokens and log-probabilities so
+    far, why it ended or failed (None and empty before), and counts of its draft tokens. The engine
+    changes it in place."""
 
     index: int
     """The number of the sample, from 0. With `seed` it reproduces the sample."""

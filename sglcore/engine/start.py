@@ -39,7 +39,9 @@ IN_TURN = "this worker takes one step at a time"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running worker and how it was started, as `start` returns it."""
+    """A running worker and how it was started, as `start` returns it: the decisions in the ledger,
+    the chosen device with its facts, the checkpoint, and the seconds of each step. The caller must
+    close the worker."""
 
     worker: ModelWorker
     """The worker that runs the model's steps; its owner must close it."""
@@ -69,14 +71,15 @@ def embedded_model() -> Path:
 
 
 def is_model(path: Path) -> bool:
-    """Return whether a path is a checkpoint folder or a GGUF file."""
+    """Return whether a path is a checkpoint folder, which has a config.json, or a GGUF file."""
     return (path / "config.json").is_file() or is_gguf(path)
 
 
 def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path:
     """Return the checkpoint folder, or GGUF file, that the configuration names (no name: the
     embedded model). A name of the Hugging Face hub is downloaded unless it is in the cache, which
-    waits. Raises ConfigError if there is no such model."""
+    waits. Raises ConfigError if there is no such model; the content of a local folder is not
+    checked."""
     if config.model is None:
         return embedded_model()
     if is_hub_name(config.model):
@@ -107,7 +110,7 @@ def has_draft(folder: Path) -> bool:
 
 def _with_draft(config: EngineConfig, progress: Progress) -> EngineConfig:
     """Return the configuration; a draft model that it names on the hub is downloaded and replaced
-    by its folder."""
+    by its folder. Waits. Raises ConfigError if it cannot be fetched."""
     if config.draft_model is None or not is_hub_name(config.draft_model):
         return config
     return replace(config, draft_model=str(Hub(progress, token=config.hf_token).fetch(config.draft_model)))
@@ -189,7 +192,8 @@ def bring_up(
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
     """Run the bring-up of the chosen package; returns what its steps made, by name, and the seconds
     of each step. Waits. `folder`: the checkpoint; `place`: this process's place among ranks (None:
-    it is the only one); `last`: the name of the step to stop after (None: run all)."""
+    it is the only one); `last`: the name of the step to stop after (None: run all). Raises
+    BringUpError for an order that cannot run and for an unknown `last`, and what a step raises."""
     package = choice.package
     order: BringUp = resolve(package.bring_up, package.name)
     if last is not None:

@@ -272,8 +272,8 @@ class TokenEngine:
         ]
 
     def _received(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Return the outputs without those of embedding requests; forget requests of which all
-        samples have ended."""
+        """Return the outputs without those of embedding requests and of unknown ones; forget the
+        requests that have no sample left."""
         known = [output for output in outputs if output.request_id in self._groups]
         for output in known:
             if output.cached_tokens >= 0:

@@ -50,8 +50,12 @@ class AttentionLayer:
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> None:
-        """`rotary` is the result of `cos_sin_cache` (None: no rotary embedding); the other
-        arguments are those of `layer_kinds.Build.attention`."""
+        """`rotary` is the result of `cos_sin_cache` (None: no rotary embedding).
+
+        `qk_norm`: `q_norm` and `k_norm` of this scope norm each query and key head, with
+        `norm_offset` added to their weights. `whole_norm`: they norm all queries of a token at
+        once, and all keys. `sinks`: the parameter `sinks` [heads] has the scores of one more key
+        without value. `is_encoder`: each token sees its whole request."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window = config.sliding_windows[layer_id]
@@ -80,7 +84,9 @@ class AttentionLayer:
         self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
 
     def _choose(self, build: Scope) -> None:
-        """Choose the kernels for these heads, with KV slots in the model's dtype."""
+        """Choose the kernels for rotary embedding, alone or fused with norms and KV store, for
+        these heads, with KV slots in the model's dtype.
+        """
         self._rotary, self._rotary_and_store, self._norm_rotary_and_store = build.kernels.rotary, None, None
         if self._cos_sin is None:
             return
@@ -107,8 +113,8 @@ class AttentionLayer:
 
     def store(self, kv: Tensor, batch: ForwardBatch) -> None:
         """Store `kv` [T, 2 * kv_heads * head_dim], keys before norm and rotary embedding and then
-        values, in the KV slots of the batch's tokens. Only for layers with rotary embedding. Does
-        not wait."""
+        values, in the KV slots (`cells`) of the batch's tokens. Only for layers with rotary
+        embedding. Does not wait."""
         layer, cos_sin = self.layer, self._cos_sin
         assert cos_sin is not None
         k, v = (each.contiguous() for each in kv.chunk(2, -1))
@@ -145,7 +151,9 @@ class AttentionLayer:
 
 
 def _norm(build: Scope, count: int, of_heads: bool, offset: float | None) -> RMSNorm:
-    """Return a norm of each of `count` heads, or of all heads at once."""
+    """Return the norm of a scope's queries or keys: with `of_heads` of each of `count` heads,
+    otherwise of all these heads at once. `offset` is that of `RMSNorm`.
+    """
     size, eps = build.config.head_dim, build.config.rms_norm_eps
     if of_heads:
         return RMSNorm(build, size, eps, count, offset)

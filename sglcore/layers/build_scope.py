@@ -41,6 +41,7 @@ class Packable(Protocol):
 class Weights:
     """The parameters of a model, empty until loaded, and where each tensor of the checkpoint goes.
 
+    - `parameters`: all parameters, in the order in which they were made.
     - `targets`: the parameter for each tensor of the checkpoint, by name.
     - `linears`: the layers with weights to pack after loading.
     - `head`: the output layer, or None. It has packing rules of its own: if `is_head_tied`, its
@@ -98,8 +99,8 @@ class Weights:
         return parameter
 
     def choose_stacks(self, stored: Container[str]) -> None:
-        """Declare as whole the stacks that the checkpoint stores whole; `stored` are its tensor
-        names."""
+        """Declare as whole the stacks that the checkpoint stores whole; `stored` are the model's
+        names of its tensors."""
         for name, (whole, parts) in self.stacks.items():
             if name in stored:
                 for part in parts:
@@ -107,8 +108,8 @@ class Weights:
                 self.targets[name] = whole
 
     def place(self, layer: Packable, weight: Tensor) -> None:
-        """Replace a layer's weight by `weight`, in another format. Removes the old weight and its
-        targets."""
+        """Replace a layer's weight by `weight`, in another format. Removes the old weight, and its
+        targets, so that its tensors are not loaded again."""
         for name in layer.names:
             self.targets.pop(name, None)
         place = next(place for place, parameter in enumerate(self.parameters) if parameter is layer.weight)
@@ -170,8 +171,8 @@ class Scope:
         return self.stacked(((name, shape[0]),), *shape[1:], dtype=dtype)
 
     def reorder(self, name: str, order: NDArray[np.int64]) -> None:
-        """Reorder the weight and the bias of `prefix.name`: row i is row order[i] of the
-        checkpoint's."""
+        """Record that loading reorders the weight and the bias of `prefix.name`: row i is row
+        order[i] of the checkpoint's."""
         rows = torch.from_numpy(order)
         self.weights.orders |= {f"{self.prefix}{name}.{kind}": rows for kind in ("weight", "bias")}
 
@@ -184,8 +185,8 @@ class Scope:
         return parameter
 
     def turned(self, name: str, experts: int, outputs: int, inputs: int) -> Tensor:
-        """Declare one weight [experts, outputs, inputs] that the checkpoint stores as [experts,
-        inputs, outputs]."""
+        """Declare one weight [experts, outputs, inputs], `prefix.name`, that the checkpoint stores
+        as [experts, inputs, outputs]. Returns the parameter."""
         parameter = self.weights.make((experts, outputs, inputs))
         self.weights.targets[self.prefix + name] = parameter.transpose(1, 2)
         return parameter
@@ -193,9 +194,10 @@ class Scope:
     def expert_stacked(
         self, whole: str, experts: int | Sequence[int], parts: Sequence[tuple[str, int]], *shape: int
     ) -> Tensor:
-        """Declare one weight [experts, rows, *shape]. The checkpoint stores it as `prefix.N.name`
-        for each expert N and each part, in order; or whole, as `prefix.whole`. `experts`: their
-        number, or the numbers of those on this rank."""
+        """Declare one weight [experts, rows, *shape] and return it. `parts` are (name, rows) of one
+        expert. The checkpoint stores it as `prefix.N.name` for each expert N and each part, in
+        order; or whole, as `prefix.whole`. `experts`: their number, or the numbers of those on this
+        rank."""
         held = range(experts) if isinstance(experts, int) else experts
         each = [(f"{expert}.{name}", rows) for expert in held for name, rows in parts]
         weight = self.stacked(each, *shape).unflatten(0, (len(held), -1))

@@ -11,7 +11,9 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class LimitedMlp:
-    """down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit))."""
+    """down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)), with a weight that stacks gate
+    and up.
+    """
 
     __slots__ = ("_activate", "_limit", "down_proj", "gate_up_proj")
 

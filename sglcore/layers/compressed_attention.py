@@ -30,12 +30,12 @@ class OfIndex(Protocol):
 
     @property
     def queries(self) -> Rows:
-        """[T, q_lora_rank] to [T, index_heads * index_dim]."""
+        """Query latents [T, q_lora_rank] to the indexer's queries [T, index_heads * index_dim]."""
         ...
 
     @property
     def weights(self) -> Rows:
-        """[T, H] to [T, index_heads]."""
+        """[T, H] to the weight of each indexer head, [T, index_heads]."""
         ...
 
     @property
@@ -76,13 +76,16 @@ class OfAttention(Protocol):
 
     @property
     def index(self) -> OfIndex | None:
-        """The indexer's projections; None if queries attend to all blocks."""
+        """The indexer's projections; None without an indexer: queries attend to all blocks, if
+        there are any.
+        """
         ...
 
 
 class CompressedAttention(SparseLayer):
     """Attention with one row for each token as key and value of all heads. The row contains the
-    rotary embedding of its position, so the result is rotated back."""
+    rotary embedding of its position, so the result is rotated back. With a compressor, tokens also
+    attend to compressed blocks."""
 
     def __init__(
         self,
@@ -125,8 +128,10 @@ class CompressedAttention(SparseLayer):
         return Compressor(self, rows, state, ape, weight, self._eps, self._cos_sin)
 
     def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
-        """Yield sample calls of the kernels of this layer, its compressors, its indexer and
-        `DeepseekV4AttnBackend`."""
+        """Yield the kernel table's entry and sample arguments for each kernel that runs for this
+        layer in `mix`: its own, those of its compressors and indexer, and those of
+        `DeepseekV4AttnBackend`. Kernels are chosen and checked with these at start-up; `page_size`
+        is in tokens."""
         build, one = self._build, self._build.indices()
         q, chosen, kept = build.rows(self.num_heads, self.head_dim), build.indices(1), self.rows[WINDOW]
         yield KernelTable.rope_tail, (q, one, self._cos_sin, self._eps, False)
@@ -159,7 +164,7 @@ class CompressedAttention(SparseLayer):
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> Tensor:
         """Map hidden states [T, H] of the batch's tokens to [T, H]: projects, stores the tokens'
-        rows and blocks, and attends; see `SparseLayer.mix`."""
+        rows and blocks, and attends. Decode steps run inside graphs: no host reads."""
         given, kernels, positions = self.projections, backend.kernels, batch.positions
         latent = given.latent(hidden)
         q = given.queries(latent).unflatten(1, (self.num_heads, self.head_dim))

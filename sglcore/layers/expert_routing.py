@@ -20,12 +20,15 @@ class Routing(Protocol):
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[T, H] and, for a table by token id, the token ids int [T], to weights [T, K] with the
-        dtype of `hidden`, and experts [T, K]."""
+        dtype of `hidden`, and expert numbers int [T, K]. Other routers do not read the token ids.
+        """
         ...
 
 
 def make_routing(build: Scope, routing: RoutingSpec, moe: MoeConfig) -> Routing:
-    """Return the router of a layer; `build` is the scope of its block."""
+    """Return the router that `routing.score` names; `build` is the scope of the block, in which
+    `routing.gate` names the linear layer.
+    """
     gate = routing.gate
     if routing.score == "softmax":
         return SoftmaxRouting(build, gate, moe, routing.bias)
@@ -37,7 +40,9 @@ def make_routing(build: Scope, routing: RoutingSpec, moe: MoeConfig) -> Routing:
 
 
 class SoftmaxRouting:
-    """Chooses the experts with the largest softmax probabilities (`KernelTable.top_k_routing`)."""
+    """Chooses the experts with the largest softmax probabilities, which are their weights, divided
+    by their sum if `moe.normalize` (`KernelTable.top_k_routing`). `moe.scale` is not used.
+    """
 
     __slots__ = ("_normalize", "_route", "_top_k", "gate")
 
@@ -48,12 +53,14 @@ class SoftmaxRouting:
         self._route = build.kernel(KernelTable.top_k_routing, logits, self._top_k, self._normalize)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] and experts [T, K], as `Routing` defines."""
+        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
+        [T, H]; `input_ids` are not read.
+        """
         return self._route(self.gate(hidden), self._top_k, self._normalize)
 
 
 class _Gate:
-    """A router's linear layer in float32: [T, H] to logits [T, E]."""
+    """A router's linear layer without bias, in float32: [T, H] to logits [T, E]."""
 
     __slots__ = ("_linear", "weight")
 
@@ -67,8 +74,9 @@ class _Gate:
 
 
 class GroupLimitedRouting:
-    """Chooses the experts with the largest softmax probabilities, only in the groups with the
-    largest ones (`KernelTable.group_limited_routing`). Logits are float32."""
+    """Chooses the experts with the largest softmax probabilities, only in the `moe.top_groups`
+    groups with the largest ones; the weights are these probabilities times `moe.scale`
+    (`KernelTable.group_limited_routing`). Logits are float32."""
 
     __slots__ = ("_gate", "_route", "_rules")
 
@@ -79,15 +87,17 @@ class GroupLimitedRouting:
         self._route = build.kernel(KernelTable.group_limited_routing, logits, *self._rules)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] and experts [T, K], as `Routing` defines."""
+        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
+        [T, H]; `input_ids` are not read.
+        """
         weights, experts = self._route(self._gate(hidden), *self._rules)
         return weights.to(hidden.dtype), experts
 
 
 class SigmoidRouting:
     """Chooses the experts with the largest sigmoid plus a bias for each expert, within the best
-    groups; their weights are without the bias (`KernelTable.sigmoid_routing`). Logits are
-    float32."""
+    groups. Their weights are the sigmoids without the bias, divided by their sum if
+    `moe.normalize`, times `moe.scale` (`KernelTable.sigmoid_routing`). Logits are float32."""
 
     __slots__ = ("_gate", "_route", "_rules", "bias")
 
@@ -99,14 +109,17 @@ class SigmoidRouting:
         self._route = build.kernel(KernelTable.sigmoid_routing, logits, self.bias, *self._rules)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] and experts [T, K], as `Routing` defines."""
+        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
+        [T, H]; `input_ids` are not read.
+        """
         weights, experts = self._route(self._gate(hidden), self.bias, *self._rules)
         return weights.to(hidden.dtype), experts
 
 
 class SqrtSoftplusRouting:
-    """Chooses the experts with the largest sqrt(softplus(logit)) plus a bias for each expert
-    (`KernelTable.sqrtsoftplus_routing`)."""
+    """Chooses the experts with the largest sqrt(softplus(logit)) plus a bias for each expert. Their
+    weights are without the bias, divided by their sum, times `moe.scale`
+    (`KernelTable.sqrtsoftplus_routing`). Logits are float32."""
 
     __slots__ = ("_gate", "_route", "_rules", "bias")
 
@@ -118,13 +131,17 @@ class SqrtSoftplusRouting:
         self._route = build.kernel(KernelTable.sqrtsoftplus_routing, logits, self.bias, *self._rules)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] and experts [T, K], as `Routing` defines."""
+        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
+        [T, H]; `input_ids` are not read.
+        """
         weights, experts = self._route(self._gate(hidden), self.bias, *self._rules)
         return weights.to(hidden.dtype), experts
 
 
 class HashRouting:
-    """Takes each token's experts from a table by token id (`KernelTable.hash_routing`)."""
+    """Takes each token's experts from a table by token id, `tid2eid` [vocab, K]; their weights are
+    those of `SqrtSoftplusRouting` (`KernelTable.hash_routing`).
+    """
 
     __slots__ = ("_gate", "_route", "_scale", "table")
 
@@ -138,7 +155,9 @@ class HashRouting:
         self._route = build.kernel(KernelTable.hash_routing, logits, ids, self.table, self._scale)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] and experts [T, K], as `Routing` defines; needs `input_ids`."""
+        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
+        [T, H] and `input_ids` int [T], which are required.
+        """
         assert input_ids is not None
         weights, experts = self._route(self._gate(hidden), input_ids, self.table, self._scale)
         return weights.to(hidden.dtype), experts

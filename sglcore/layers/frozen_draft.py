@@ -21,7 +21,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class FrozenAttention:
-    """Attention over stored keys and values; queries have a norm for each head and are rotated.
+    """Attention over the keys and values that a layer of another model has stored; queries have a
+    norm for each head and are rotated.
 
     `layer` is the part that attention backends see.
     """
@@ -29,7 +30,10 @@ class FrozenAttention:
     __slots__ = ("_cos_sin", "_rotary", "layer", "q_norm")
 
     def __init__(self, build: Scope, cells: FrozenCells, rotary: Tensor, scaling: float) -> None:
-        """`rotary` is the result of `cos_sin_cache` for heads of this size."""
+        """`cells` names the other model's layer and gives its KV heads, head size and window;
+        `rotary` is the result of `cos_sin_cache` for heads of this size; `scaling` is the factor of
+        scores.
+        """
         heads, size = build.config.num_attention_heads, cells.head_dim
         self.layer = BackendAttention(
             cells.layer_id, heads, cells.num_kv_heads, size, scaling, sliding_window=cells.window, is_frozen=True
@@ -73,7 +77,10 @@ class ChosenHead:
     __slots__ = ("_centroids", "_groups", "_head", "_most", "_order")
 
     def __init__(self, build: Scope, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> None:
-        """The arguments are those of `FrozenBuild.chosen_head` (`drafts/gemma4_assistant.py`)."""
+        """`groups`: the number of groups, each of vocabulary / `groups` tokens. `most`: how many of
+        them a row keeps. `head`: hidden states to logits float32 [N, vocab]. `centroids` and
+        `token_ordering` (the tokens, group by group) are parameters of this scope.
+        """
         tokens, device = build.config.vocab_size, build.weights.device
         self._centroids = Linear(build, (("centroids", groups),), build.config.hidden_size, may_round=False)
         self._order = build.parameter("token_ordering", tokens, dtype=torch.int32)
@@ -89,7 +96,9 @@ class ChosenHead:
         return self._head(hidden).masked_fill(~chosen.index_select(1, self._groups), -torch.inf)
 
     def _invert(self) -> None:
-        """Compute the group of each token. `_order` lists group 0 first; groups have equal size."""
+        """Compute the group of each token, after loading; waits for the device. `_order` lists
+        group 0 first; groups have equal size.
+        """
         order = self._order.cpu().long()
         size = len(order) // self._centroids.weight.shape[0]
         groups = torch.empty(len(order), dtype=torch.int32)

@@ -34,7 +34,9 @@ class HyperConnection:
         self._post = build.kernel(KernelTable.hc_post, x, h, post, comb)
 
     def narrow(self, streams: Tensor) -> tuple[Tensor, Mix]:
-        """[T, n, H] to the input [T, H] of a block; also returns the `mix` for `widen`."""
+        """Combine streams [T, n, H] to the input [T, H] of a block; also returns the `mix` for
+        `widen`.
+        """
         x, post, comb = self._pre(streams, *self.weights, *self._numbers)
         return x, (post, comb)
 
@@ -64,5 +66,5 @@ class HyperHead:
         return x.unsqueeze(1).repeat(1, self._streams, 1)
 
     def end(self, streams: Tensor) -> Tensor:
-        """[T, n, H] to [T, H]."""
+        """Combine streams [T, n, H] to one row for each token, [T, H]."""
         return self._head(streams, *self.weights, *self._eps)

@@ -34,8 +34,10 @@ class LatentAttention(SparseLayer):
     def __init__(
         self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> None:
-        """`rotary` is the result of `cos_sin_cache`; the other arguments are those of
-        `layer_kinds.Build.latent_attention`."""
+        """`rotary` is the result of `cos_sin_cache`. `projections` maps hidden states [T, H] to
+        queries [T, heads * query_dim], not yet rotated, cache entries [T, width], neither normed
+        nor rotated, and query latents [T, q_rank] (None without a query rank). `output` maps [T,
+        heads * value_dim] to [T, H]."""
         heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
         asked, float8 = build.kv_cache_dtype, build.kernels.float8
         place, codec = Place.PAGES, row_codec(asked, latent.width, latent.rope_dim, float8)
@@ -82,8 +84,9 @@ class LatentAttention(SparseLayer):
         self._values = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.kv_rank), self.to_values)
 
     def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
-        """Yield sample calls of the kernels that `DeepseekSparseAttnBackend` runs for this
-        layer."""
+        """Yield the kernel table's entry and sample arguments for each kernel that runs for this
+        layer in `DeepseekSparseAttnBackend`. Kernels are chosen and checked with these at start-up;
+        `page_size` is in tokens."""
         build, latent, kept = self._build, self._latent, self.rows[LATENT]
         q, one = build.rows(self.num_heads, latent.width), build.indices()
         how = latent.scaling, latent.kv_rank, kept.codec
@@ -101,7 +104,7 @@ class LatentAttention(SparseLayer):
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekSparseAttnBackend) -> Tensor:
         """Map hidden states [T, H] of the batch's tokens to [T, H]: projects, stores the tokens'
-        cache entries, and attends; see `SparseLayer.mix`."""
+        cache entries, and attends. Decode steps run inside graphs: no host reads."""
         latent, tokens = self._latent, hidden.shape[0]
         queries, kept, inner = self.projections(hidden)
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
@@ -120,8 +123,8 @@ class LatentAttention(SparseLayer):
 
 
 class Indexer:
-    """Selects the cache entries that a query attends to, with a few small heads (DeepSeek-V3.2,
-    section 2.1)."""
+    """Selects the `top_k` cache entries that a query attends to, with a few small heads
+    (DeepSeek-V3.2, section 2.1)."""
 
     def __init__(self, build: Scope, kept: KeptRows, rotary: Tensor, latent: LatentConfig) -> None:
         """`kept`: how the indexer's keys are stored; `rotary` is the result of `cos_sin_cache`."""
@@ -149,8 +152,9 @@ class Indexer:
         layer: LatentAttention,
         backend: DeepseekSparseAttnBackend,
     ) -> None:
-        """Store the keys of `hidden` [T, H], and select the entries that the batch's tokens attend
-        to, with queries from `inner` [T, q_rank]."""
+        """Store the indexer's keys of `hidden` [T, H], and let `backend` select the entries that
+        the batch's tokens attend to in `layer`, with queries from `inner` [T, q_rank]. The backend
+        keeps the selection."""
         (heads, size), tokens = self._shape, hidden.shape[0]
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
         assert places is not None

@@ -16,8 +16,8 @@ class Linear:
     """y = x W^T + b with a weight [out, in]. Several layers of the checkpoint with one input become
     one product.
 
-    `parts`: (name, out features) of each. `may_round`: quantisation to fewer bits than in the
-    checkpoint is allowed, if requested.
+    `parts`: (name in the scope, out features) of each, in the order of the weight's rows.
+    `may_round`: quantisation to fewer bits than in the checkpoint is allowed, if requested.
     """
 
     __slots__ = ("_linear", "bias", "may_round", "names", "weight")
@@ -50,7 +50,9 @@ class GroupedLinear:
     __slots__ = ("_linear", "weight")
 
     def __init__(self, build: Scope, groups: int, inputs: int, outputs: int) -> None:
-        """The arguments are those of `layer_kinds.Build.grouped`."""
+        """Declare `weight` of this scope, which the checkpoint stores as [groups * outputs,
+        inputs], the rows of group 0 first. `inputs` and `outputs` are those of one group.
+        """
         self.weight = build.parameter("weight", groups * outputs, inputs).view(groups, outputs, inputs)
         self._linear = build.kernel(KernelTable.grouped_linear, build.rows(groups, inputs), self.weight)
 
@@ -67,7 +69,9 @@ class OrderedLinear:
     def __init__(
         self, build: Scope, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool
     ) -> None:
-        """Output i is the checkpoint's output order[i]."""
+        """Output i is output order[i] of the concatenated `parts`, which are (name, outputs) in the
+        checkpoint.
+        """
         self._linear = Linear(build, parts, inputs, bias)
         self.order = torch.tensor(order, device=build.weights.device)
 
@@ -102,7 +106,7 @@ class Embedding:
         return self(batch.input_ids)
 
     def row(self, index: int) -> Tensor:
-        """Return row `index`, [size]."""
+        """Return row `index` of the table, [size], without `scale`. It is a view."""
         return self.weight[index]
 
 
@@ -135,7 +139,10 @@ class MappedHead:
     __slots__ = ("_head", "_ids", "_rows")
 
     def __init__(self, build: Scope, name: str, ids: str, rows: int, size: int, outputs: int) -> None:
-        """The arguments are those of `layer_kinds.Build.mapped_head`."""
+        """`name` is the module in this scope with the weight [rows, size], `ids` the parameter
+        int32 [rows] in this scope: row i gives the logit of token i + `ids`[i]. `outputs` is the
+        size of the whole vocabulary.
+        """
         self._head = Head(build.at(name), rows, size, None)
         self._ids = build.parameter(ids, rows, dtype=torch.int32)
         self._rows = torch.full((outputs,), rows, dtype=torch.int32, device=build.weights.device)
@@ -164,5 +171,5 @@ class Softcap:
         self._softcap = build.kernel(KernelTable.softcap, build.rows(build.config.vocab_size).float(), cap)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the cap to float32 logits."""
+        """Return cap * tanh(x / cap) of float32 logits [N, vocab]."""
         return self._softcap(x, self._cap)

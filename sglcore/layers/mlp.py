@@ -21,7 +21,9 @@ class GatedMlp:
     __slots__ = ("_activate", "_gated_linear", "down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
-        """`fused` is that of `layer_kinds.Build.mlp`."""
+        """`fused` names one weight of the checkpoint with the rows of gate, then those of up;
+        empty: `gate_proj` and `up_proj`. `bias`: all projections have one.
+        """
         hidden_size, is_silu = build.config.hidden_size, build.config.hidden_act == "silu"
         parts = ((fused, 2 * intermediate_size),) if fused else tuple((p, intermediate_size) for p in GATE_AND_UP)
         self.gate_up_proj = Linear(build, parts, hidden_size, bias)

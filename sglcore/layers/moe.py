@@ -24,7 +24,8 @@ Moe: TypeAlias = "GatedMoe | ClampedMoe | Mxfp4Moe | Relu2Moe"
 
 def make_experts(build: Scope, moe: MoeConfig, spec: ExpertSpec, routing: RoutingSpec) -> Moe:
     """Return a router and the experts, all on this device; `build` is the scope of the block.
-    Clamped experts are MXFP4 codes if the checkpoint has these and the kernels read them."""
+    Clamped experts are MXFP4 codes if the checkpoint has these and the kernels read them. Raises
+    `ConfigError` for such codes in a form that no kernel takes."""
     route = make_routing(build, routing, moe)
     if spec.form == "relu2":
         return Relu2Moe(build, moe, spec, route)
@@ -62,13 +63,15 @@ class GatedMoe:
         return None
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """[T, H], and token ids int [T] for a table by token id, to the weighted sum [T, H] of the
-        chosen experts' outputs."""
+        """[T, H] to [T, H], the weighted sum of the chosen experts' outputs. `input_ids`, int [T],
+        are the token ids for a router by token id."""
         return self._moe(hidden, *self._route(hidden, input_ids), self.w13, self.w2, *self._limit)
 
 
 class ClampedMoe:
-    """A router, and experts with biases and a clamped activation."""
+    """A router, and experts with biases and a clamped activation (`KernelTable.clamped_moe`); rows
+    of gate and up alternate.
+    """
 
     __slots__ = ("_clamp", "_moe", "_route", "b2", "b13", "w2", "w13")
 
@@ -94,7 +97,9 @@ class ClampedMoe:
         return self.w13, self.b13, self.w2, self.b2
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """As `GatedMoe.__call__`."""
+        """[T, H] to [T, H], the weighted sum of the chosen experts' outputs. `input_ids`, int [T],
+        are the token ids for a router by token id.
+        """
         return self._moe(hidden, *self._route(hidden, input_ids), *self._weights, *self._clamp)
 
 
@@ -123,13 +128,18 @@ class Mxfp4Moe:
         return self.weights[-1]
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """As `GatedMoe.__call__`."""
+        """[T, H] to [T, H], the weighted sum of the chosen experts' outputs. `input_ids`, int [T],
+        are the token ids for a router by token id.
+        """
         assert self._moe is not None
         return self._moe(hidden, *self._route(hidden, input_ids), *self.weights, *self._clamp)
 
 
 def _codes(build: Scope, name: str, experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Declare codes, scales and bias of all experts, in the kernel table's layout."""
+    """Declare a projection of all experts in the kernel table's layout: codes uint8 [experts,
+    outputs, inputs / GROUP, GROUP / 2], scales uint8 [experts, outputs, inputs / GROUP], and biases
+    [experts, outputs]. Returns the three.
+    """
     groups, uint8 = (experts, outputs, inputs // GROUP), torch.uint8
     blocks = build.parameter(f"{name}_blocks", *groups, GROUP // 2, dtype=uint8)
     return (
@@ -159,11 +169,13 @@ class Relu2Moe:
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias [H] of `fc2_latent_proj`, if any."""
+        """The bias [H] of `fc2_latent_proj`; None without one."""
         return None if self.fc2 is None else self.fc2.bias
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """As `GatedMoe.__call__`."""
+        """[T, H] to [T, H], the weighted sum of the chosen experts' outputs. `input_ids`, int [T],
+        are the token ids for a router by token id.
+        """
         narrow = hidden if self.fc1 is None else self.fc1(hidden)
         mixed = self._moe(narrow, *self._route(hidden, input_ids), self.w1, self.w2)
         return mixed if self.fc2 is None else self.fc2(mixed)
@@ -171,7 +183,8 @@ class Relu2Moe:
 
 def expert_weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Declare the weights of E experts and return them: gate over up [E, 2 * I, H], and down [E, H,
-    I]. `parts` are the checkpoint's names, as in `ExpertSpec`."""
+    I]. `parts` are the names of gate, up and down of each expert in `experts`, or two names of
+    weights of all experts: gate over up, and down."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
     if len(parts) == 2:
         both, down = parts

@@ -20,7 +20,8 @@ class RMSNorm:
         """`heads`: the input is [T, heads, size], and each head is normed; `add` then takes no
         residual.
 
-        `offset` is that of `layer_kinds.Build.norm`.
+        The normed row is cast, then multiplied by the weight. With an `offset`, which loading adds
+        to the weight, the weight and the product are float32, and the product is cast.
         """
         self.weight = build.parameter("weight", size, dtype=None if offset is None else torch.float32)
         if offset:
@@ -31,7 +32,7 @@ class RMSNorm:
         self._add_norm = None if heads else build.kernel(KernelTable.add_rms_norm, x, x, self.weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm the last dimension of [..., size]."""
+        """Return the norm of `x` [..., size] over its last dimension."""
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,5 +56,5 @@ class LayerNorm:
         self._norm = build.kernel(KernelTable.layer_norm, build.rows(size), self.weight, self.bias, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm the last dimension of [T, size]."""
+        """Return the norm of `x` [T, size] over its last dimension."""
         return self._norm(x, self.weight, self.bias, self.eps)

@@ -20,7 +20,7 @@ class Cut:
     ranges: tuple[Range, ...]
 
     def shape(self, target: Tensor) -> tuple[int, ...]:
-        """Return the shape of the checkpoint's tensor."""
+        """Return the shape of the checkpoint's tensor, from that of this rank's part."""
         found = list(target.shape)
         found[self.dim] = self.whole
         return tuple(found)

@@ -20,7 +20,7 @@ Rows = Callable[[Tensor], Tensor]
 
 class CausalConv:
     """A depthwise convolution over a token and the `taps` - 1 tokens before it, with the
-    checkpoint's `NAME.weight` [channels, 1, taps]."""
+    checkpoint's `NAME.weight` [channels, 1, taps]; then SiLU, unless `silu` is False."""
 
     __slots__ = ("_conv", "_silu", "bias", "tail", "weight")
 
@@ -35,7 +35,8 @@ class CausalConv:
 
     def __call__(self, x: Tensor, tails: Tensor, rows: PoolRows) -> Tensor:
         """Convolve `x` [T, size] to [T, size]; updates `tails` [slots, taps - 1, size], the last
-        inputs of each request, in the slots of `rows`, in place."""
+        inputs of each request, in the slots of `rows`, in place. `rows`: slots, starts, lengths and
+        targets of the requests' runs of tokens, as `KernelTable.causal_conv` takes them."""
         return self._conv(x, self.weight, self.bias, self._silu, tails, *rows)
 
 
@@ -44,7 +45,10 @@ class GatedDeltaNet(ReplayedLayer):
     gate after it (Yang et al. 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
-        """`projection` returns queries, keys and values, the norm's gate, b and a, concatenated."""
+        """`projection` returns queries, keys and values, the norm's gate, b and a, concatenated; b
+        and a have one element per value head. `output` maps [T, value_heads * value_dim] to [T, H].
+        `layer_id` counts the layers with states.
+        """
         heads, float32 = net.value_heads, torch.float32
         width = 2 * net.keys + net.values
         self.projection, self.output = projection, output
@@ -67,15 +71,15 @@ class GatedDeltaNet(ReplayedLayer):
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """Map `taken` [T, n] to values [T, heads * value_dim] and update the states of the slots in
-        `rows`, in place; see `ReplayedLayer.advance`."""
+        """Map `taken` [T, n] to values [T, heads * value_dim] and update `states`, "conv" and
+        "recurrent", in the slots of `rows`, in place. Runs inside graphs: no host reads."""
         qkv, _, b, a = taken.split(self._sizes, dim=1)
         qkv = self.conv(qkv, states["conv"], rows)
         return self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """Return [T, H]: values [T, heads * value_dim], normed and gated, then the output
-        projection."""
+        """Return [T, H]: values `mixed` [T, heads * value_dim], normed and then gated by a part of
+        `taken`, then the output projection."""
         gate = taken.split(self._sizes, dim=1)[1]
         return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
 
@@ -84,8 +88,9 @@ class Mamba2(ReplayedLayer):
     """A convolution and the selective scan, then a norm after the gate (Dao and Gu 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
-        """`projection` returns the gate, the convolution's input, and the time steps,
-        concatenated."""
+        """`projection` returns the gate, the convolution's input, and the time steps, concatenated:
+        `inner`, `channels` and `heads` elements. `output` maps [T, inner] to [T, H]. `layer_id`
+        counts the layers with states."""
         heads, float32 = space.heads, torch.float32
         self.projection, self.output = projection, output
         self.conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)
@@ -107,15 +112,17 @@ class Mamba2(ReplayedLayer):
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """Map `taken` [T, n] to values [T, inner] and update the states of the slots in `rows`, in
-        place; see `ReplayedLayer.advance`."""
+        """Map `taken` [T, n] to values [T, inner] and update `states`, "conv" and "recurrent", in
+        the slots of `rows`, in place. Runs inside graphs: no host reads."""
         _, xbc, dt = taken.split(self._sizes, dim=1)
         xbc = self.conv(xbc, states["conv"], rows)
         a_log, d, dt_bias = self.by_head
         return self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """Return [T, H]: values [T, inner], gated and normed, then the output projection."""
+        """Return [T, H]: values `mixed` [T, inner], gated by a part of `taken` and then normed,
+        then the output projection.
+        """
         gate = taken.split(self._sizes, dim=1)[0]
         return self.output(self.norm_rows(mixed, gate, self.norm, self._eps, True))
 
@@ -124,7 +131,10 @@ class ShortConv(ReplayedLayer):
     """A short convolution between an input gate and an output gate (Liquid AI's LFM2)."""
 
     def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
-        """`projection` returns the input gate, the output gate and the input, concatenated."""
+        """`projection` returns the input gate, the output gate and the input, concatenated, H
+        elements each; `output` maps [T, H] to [T, H]. `taps`: the tokens that the convolution
+        reads. `layer_id` counts the layers with states.
+        """
         self.projection, self.output = projection, output
         size = build.config.hidden_size
         self.conv = CausalConv(build, "conv", size, taps, bias=bias, silu=False)
@@ -135,8 +145,8 @@ class ShortConv(ReplayedLayer):
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """Map `taken` [T, 3 H] to the convolution of the gated input [T, H] and update the states
-        of the slots in `rows`, in place; see `ReplayedLayer.advance`."""
+        """Map `taken` [T, 3 H] to the convolution of the gated input [T, H] and update `states`,
+        only "conv", in the slots of `rows`, in place. Runs inside graphs: no host reads."""
         before, _, x = taken.chunk(3, dim=1)
         return self.conv(before * x, states["conv"], rows)
 

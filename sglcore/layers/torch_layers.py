@@ -44,14 +44,17 @@ class Build(Scope):
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
-        """Return the linear layer x W^T + b with the weight `name`.weight [outputs, inputs]."""
+        """Return the linear layer x W^T + b with the weight `name`.weight [outputs, inputs] and, if
+        `bias`, `name`.bias.
+        """
         return Linear(self, ((name, outputs),), inputs, bias)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Return several linear layers with one input as one product; see
-        `layer_kinds.Build.fused`."""
+        """Return several linear layers with one input as one product, outputs concatenated. `parts`
+        are (name, outputs). Heads of the layers in `interleaved` have rotated pairs next to each
+        other in the checkpoint; loading moves them half of the rotated part apart."""
         for name, size in parts:
             if name in interleaved:
                 head = self.config.head_dim
@@ -65,11 +68,15 @@ class Build(Scope):
         return OrderedLinear(self, parts, inputs, order, bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
-        """Return a linear layer for each group of inputs; see `layer_kinds.Build.grouped`."""
+        """Return a linear layer without bias for each group of inputs: [T, groups * inputs] to [T,
+        groups * outputs]. The weight has the rows of group 0 first.
+        """
         return GroupedLinear(self.at(name), groups, inputs, outputs)
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
-        """Return a root mean square norm; see `layer_kinds.Build.norm`."""
+        """Return a root mean square norm of the module `name`; `eps` None: the configuration's.
+        `offset` is added to the weight; with one, the product with the weight is in float32.
+        """
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset=offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
@@ -77,17 +84,19 @@ class Build(Scope):
         return LayerNorm(self.at(name), size, eps, bias)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """Return an embedding with a weight [rows, size], or the layer in `given`; see
-        `layer_kinds.Build.embedding`."""
+        """Return an embedding with a weight [rows, size], or the layer in `given`. Rows are
+        multiplied by `scale`, rounded to the model's dtype."""
         return self.given.get(self.prefix + name) or Embedding(self.at(name), rows, size, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
-        """Return the output layer, or the layer in `given`; see `layer_kinds.Build.head`."""
+        """Return the output layer, [N, size] to float32 [N, rows], or the layer in `given`. Its
+        weight is that of the embedding `tied`, or its own (None).
+        """
         return self.given.get(self.prefix + name) or Head(self.at(name), rows, size, tied)
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> MappedHead:
-        """Return the output layer of a part of the vocabulary; see
-        `layer_kinds.Build.mapped_head`."""
+        """Return an output layer with `rows` weights: [N, size] to float32 [N, outputs]. Row i
+        gives the logit of token i + `ids`[i], a parameter of this scope; all others are -inf."""
         return MappedHead(self, name, ids, rows, size, outputs)
 
     def concat(self) -> Callable[..., Tensor]:
@@ -112,8 +121,8 @@ class Build(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Return attention with norms and rotary embedding, in as few kernels as the device
-        allows; arguments as in `layer_kinds.Build.attention`."""
+        """Return attention with norms and rotary embedding, in as few kernels as the device allows.
+        The arguments are those of `AttentionLayer`."""
         return AttentionLayer(
             self,
             layer_id,
@@ -126,13 +135,14 @@ class Build(Scope):
         )
 
     def frozen_attention(self, cells: FrozenCells, rotary: Tensor, scaling: float) -> FrozenAttention:
-        """Return attention of queries over another model's KV slots; see
-        `FrozenBuild.frozen_attention` (`drafts/gemma4_assistant.py`)."""
+        """Return attention over the KV slots of another model's layer, `cells`: [T, heads *
+        head_dim] to the same shape. Queries pass `q_norm` of this scope, then `rotary`; `scaling`
+        is the factor of scores."""
         return FrozenAttention(self, cells, rotary, scaling)
 
     def chosen_head(self, name: str, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> ChosenHead:
-        """Return the output layer over the selected groups of tokens; see
-        `FrozenBuild.chosen_head` (`drafts/gemma4_assistant.py`)."""
+        """Return an output layer with the logits of `head`, float32 [N, vocab], but -inf for tokens
+        outside the `most` groups (of `groups`) that `centroids` of the module `name` select."""
         return ChosenHead(self.at(name), groups, most, head)
 
     def scale(self, name: str) -> Scale:
@@ -147,26 +157,38 @@ class Build(Scope):
         rotary: Tensor,
         projections: OfAttention,
     ) -> CompressedAttention:
-        """Return attention over a sliding window and over compressed blocks; see
-        `layer_kinds.Build.compressed_attention`."""
+        """Return attention over a sliding window and, unless `compression` is None, over compressed
+        blocks: [T, H] to [T, H], projections included. `rotary` is a result of this class's
+        `rotary`."""
         return CompressedAttention(self, layer_id, net, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
-        """Return a gated delta rule layer; see `layer_kinds.Build.gated_delta_net`."""
+        """Return a gated delta rule layer, [T, H] to [T, H], with the convolution, norm and gate of
+        this scope. `projection` returns queries, keys and values, the gate, b and a, concatenated;
+        `state_id` numbers the layers with states.
+        """
         return GatedDeltaNet(self, state_id, net, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
-        """Return a Mamba 2 layer; see `layer_kinds.Build.mamba2`."""
+        """Return a Mamba 2 layer, [T, H] to [T, H], with the convolution and norm of this scope.
+        `projection` returns the gate, the convolution's input and the time steps, concatenated;
+        `state_id` numbers the layers with states.
+        """
         return Mamba2(self, state_id, space, projection, output)
 
     def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
-        """Return a short convolution between two gates; see `layer_kinds.Build.short_conv`."""
+        """Return output(c * conv(b * x)) with the convolution `conv` of this scope over `taps`
+        tokens. `projection` returns b, c and x, concatenated; `state_id` numbers the layers with
+        states.
+        """
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def latent_attention(
         self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> LatentAttention:
-        """Return latent attention (MLA); see `layer_kinds.Build.latent_attention`."""
+        """Return latent attention (MLA), [T, H] to [T, H], with the norm, `kv_b_proj` and `indexer`
+        of this scope. The other arguments are those of `LatentAttention`.
+        """
         return LatentAttention(self, layer_id, rotary, latent, projections, output)
 
     def softcap(self, cap: float) -> Softcap:
@@ -174,32 +196,39 @@ class Build(Scope):
         return Softcap(self, cap)
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
-        """Return the gated feed-forward block, `size` wide inside; see `layer_kinds.Build.mlp`."""
+        """Return down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide
+        inside. `fused` names one weight with the rows of gate, then those of up; empty: two
+        weights.
+        """
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> Moe:
-        """Return a router and experts, all on this device; see `layer_kinds.Build.experts`."""
+        """Return a router and experts, all on this device: [T, H] to the weighted sum [T, H] of the
+        experts that the router chooses for each token.
+        """
         return make_experts(self.at(name), moe, spec, routing)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
-        """Return the gated feed-forward block with clamped factors; see
-        `layer_kinds.Build.limited_mlp`."""
+        """Return down(silu(gate(x)) * up(x)), `size` wide inside, with gate at most `limit`, and up
+        from -`limit` to `limit`."""
         return LimitedMlp(self.at(name), size, limit)
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
-        """Return a hyper-connection for a block; `iters` and `eps` are those of
-        `KernelTable.hc_pre`."""
+        """Return a hyper-connection that wraps a block in a model with `streams` rows per token.
+        `iters` and `eps` are those of the mixing of streams (`KernelTable.hc_pre`)."""
         return HyperConnection(self.at(name), streams, iters, eps)
 
     def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
-        """Return the start and the end of the streams; see `layer_kinds.Build.hyper_head`."""
+        """Return the start and the end of the streams: `begin` copies each embedding `streams`
+        times, `end` combines the streams of a token after the last layer.
+        """
         return HyperHead(self.at(name), streams, eps)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return an elementwise function: "gelu", "relu2", "sigmoid" or "tanh". Raises
-        `ConfigError` for any other name."""
+        """Return an elementwise function: "gelu" (exact), "relu2" (max(x, 0)^2), "sigmoid" or
+        "tanh". Raises `ConfigError` for any other name."""
         if name == "tanh":
             return torch.tanh
         if name == "relu2":

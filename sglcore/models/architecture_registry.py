@@ -81,8 +81,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> type[Architecture]:
-    """Import the class of an architecture; entries of `extra` override the built-in ones. Raises
-    `ConfigError` for an unknown name, and the errors of the import."""
+    """Import the class of an architecture; entries of `extra`, name to `module:class`, override the
+    built-in ones. Raises `ConfigError` for an unknown name, and the errors of the import."""
     known = {**ARCHITECTURES, **extra}
     check_architecture(architecture, known)
     module, _, name = known[architecture].partition(":")

@@ -123,7 +123,9 @@ class DecoderLayer:
     def __init__(
         self, build: Build, self_attn: Mixer, mlp: Layer, offset: float | None = None, first: Norm | None = None
     ) -> None:
-        """`offset` is that of `Build.norm`; `first` replaces the norm before attention."""
+        """`offset` is added to the norms' weights (`Build.norm`); `first` replaces the norm before
+        attention.
+        """
         size = build.config.hidden_size
         self.input_layernorm = build.norm("input_layernorm", size, offset) if first is None else first
         self.self_attn = self_attn
@@ -162,13 +164,16 @@ class SandwichLayer:
         self, build: Build, self_attn: SelfAttention, mlp: Layer, names: Sequence[str], offset: float | None = None
     ) -> None:
         """`names`: the checkpoint's names of the four norms, in the order in which they are
-        applied; `offset` is that of `Build.norm`."""
+        applied; `offset` is added to their weights (`Build.norm`)."""
         self.norms = tuple(build.norm(name, build.config.hidden_size, offset) for name in names)
         self.self_attn = self_attn
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """Map `hidden` and `residual` as `AnyLayer` defines."""
+        """Return `hidden` [T, H] and `residual` [T, H] after this layer, from those before it
+        (`residual` None before the first layer). Both arguments may be overwritten; do not use them
+        afterwards.
+        """
         before_attention, after_attention, before_mlp, after_mlp = self.norms
         hidden, residual = before_attention.add(hidden, residual)
         hidden = after_attention(self.self_attn(hidden, batch))
@@ -200,8 +205,8 @@ class SharedExpert:
 
 
 def names_behind(layers: int, behind: int) -> tuple[str, ...]:
-    """Return patterns of the tensor names in the `behind` MTP layers after a model's `layers`
-    layers, which have the next layer numbers."""
+    """Return regular expressions for the tensor names in the `behind` MTP layers after a model's
+    `layers` layers, which have the next layer numbers."""
     return tuple(rf"model\.layers\.{layer}\..*" for layer in range(layers, layers + behind))
 
 
@@ -277,19 +282,23 @@ class CausalLM(Architecture):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Add `model.` to a name of a decoder that was saved without its head."""
+        """Add `model.` to a name of a decoder that was saved without its head: to any name that
+        does not begin with `model.`, `lm_head.` or `score.`.
+        """
         return name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
 
     @abstractmethod
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
-        """Return one layer of this architecture."""
+        """Return layer `layer_id`, from 0, of this architecture; `build` is the layer's scope."""
 
     def make_norm(self, build: Build) -> Norm:
         """Return the norm after the last layer."""
         return build.norm("norm", build.config.hidden_size, self.norm_offset)
 
     def make_head(self, build: Build) -> Layer:
-        """Return the output layer."""
+        """Return the output layer `lm_head`, with the embedding's weight if the configuration ties
+        them.
+        """
         config = build.config
         tied = self.embed_tokens if config.tie_word_embeddings else None
         return build.head("lm_head", config.vocab_size, config.hidden_size, tied)
@@ -322,7 +331,9 @@ class CausalLM(Architecture):
         return self.norm.add(state.hidden, state.residual)[0]
 
     def logits(self, hidden: Array) -> Array:
-        """Return float32 [N, vocab] of [N, H]; raises `ConfigError` for an embedding model."""
+        """Return float32 [N, vocab] of hidden states [N, H], after the soft cap if there is one;
+        raises `ConfigError` for an embedding model.
+        """
         if self.lm_head is None:
             return super().logits(hidden)
         logits = self.lm_head(hidden)
@@ -333,5 +344,7 @@ class CausalLM(Architecture):
         return self.embed_tokens(ids)
 
     def classify(self, pooled: Array) -> Array:
-        """Return [B, labels] of [B, H]; raises `ConfigError` if there is no `score` head."""
+        """Return [B, labels] of pooled hidden states [B, H]; raises `ConfigError` if there is no
+        `score` head.
+        """
         return super().classify(pooled) if self.score is None else self.score(pooled)

@@ -91,10 +91,10 @@ def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
 
 
 def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
-    """Return, for the ledger, why a model gives the results of its class's own forward, and whether
-    that counts as a downgrade: the type was compared only now, at load, with a tiny model, or with
-    another version of transformers than the installed one. Raises `ConfigError` if the results
-    differ."""
+    """Return, for the ledger, a text that says why a model gives the results of its class's own
+    forward, and whether that counts as a downgrade: the type was compared only now, at load, with a
+    tiny model, or with another version of transformers than the installed one. Raises `ConfigError`
+    if the results differ."""
     from transformers import __version__ as found
 
     if not is_proven:

@@ -30,7 +30,7 @@ class Batch(Protocol):
 
     @property
     def input_ids(self) -> Array:
-        """Integers [T]."""
+        """Integers [T]: the token ids."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Embedding(Protocol):
         ...
 
     def row(self, index: int, /) -> Array:
-        """Return one row, which broadcasts against [T, size]."""
+        """Return one row of the table, which broadcasts against [T, size]."""
         ...
 
 
@@ -114,7 +114,8 @@ class IndexProjections(NamedTuple):
 
     - `queries`: [T, q_lora_rank] to [T, index_heads * index_dim].
     - `weights`: hidden states [T, H] to the weights of queries [T, index_heads].
-    - `blocks`: hidden states to each token's part in blocks, values and gates concatenated.
+    - `blocks`: [T, H] to each token's part in blocks, values and gates concatenated, [T, 4 *
+      index_dim].
     """
 
     queries: Layer
@@ -173,7 +174,7 @@ class HyperHead(Protocol):
         ...
 
     def end(self, streams: Array, /) -> Array:
-        """[T, n, H] to [T, H]."""
+        """Combine the streams: [T, n, H] to [T, H]."""
         ...
 
 
@@ -217,11 +218,15 @@ class Build(Protocol):
         ...
 
     def at(self, *names: str | int) -> Build:
-        """Return the scope of a part of this layer."""
+        """Return the scope of a part of this layer; `names` are joined by dots after this scope's
+        name.
+        """
         ...
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Layer:
-        """Return a linear layer, x W^T + b."""
+        """Return a linear layer, x W^T + b, with the weight `name`.weight [outputs, inputs] and, if
+        `bias`, `name`.bias.
+        """
         ...
 
     def fused(self, parts: Parts, inputs: int, bias: bool = False, interleaved: Sequence[str] = ()) -> Layer:
@@ -263,7 +268,7 @@ class Build(Protocol):
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Layer:
         """Return the output layer: [T, size] to float32 [T, rows], with its own weight or that of
-        `tied`."""
+        the embedding `tied`."""
         ...
 
     def rotary(self, rope: RopeConfig | None = None) -> Any:
@@ -300,8 +305,8 @@ class Build(Protocol):
         rotary: Any,
         projections: CompressedProjections,
     ) -> Attention:
-        """Return attention over a sliding window and over blocks; takes hidden states [T, H] and a
-        batch, returns [T, H].
+        """Return attention over a sliding window and, unless `compression` is None, over compressed
+        blocks; takes hidden states [T, H] and a batch, returns [T, H].
 
         Parameters of this scope: `sinks` and `kv_norm`; in `compressor` and `compressor.indexer`,
         `position_bias` and `kv_norm`.
@@ -316,19 +321,21 @@ class Build(Protocol):
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Layer, output: Layer) -> Stateful:
         """Return a Mamba 2 layer with the convolution and norm of this scope. `projection` returns
-        the gate, the convolution's input, and each head's time step, concatenated."""
+        the gate, the convolution's input, and each head's time step, concatenated; `state_id`
+        numbers the layers with states."""
         ...
 
     def short_conv(self, state_id: int, taps: int, projection: Layer, output: Layer, bias: bool = False) -> Stateful:
         """Return output(c * conv(b * x)), with the convolution `conv` of this scope over `taps`
-        tokens. `projection` returns b, c and x, concatenated."""
+        tokens. `projection` returns b, c and x, concatenated; `state_id` numbers the layers with
+        states."""
         ...
 
     def latent_attention(
         self, layer_id: int, rotary: Any, latent: LatentConfig, projections: Projections, output: Layer
     ) -> Attention:
         """Return latent attention with the norm, `kv_b_proj` and `indexer` of this scope: [T, H] to
-        [T, H]. Rotated pairs are neighbours."""
+        [T, H]. Rotated pairs are neighbours. `output` maps [T, heads * value_dim] to [T, H]."""
         ...
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> Layer:
@@ -346,7 +353,8 @@ class Build(Protocol):
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Layer:
         """Return down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide
-        inside. `fused` names a weight with the rows of gate, then those of up."""
+        inside. `fused` names a weight with the rows of gate, then those of up; empty: `gate_proj`
+        and `up_proj`."""
         ...
 
     def experts(
@@ -365,7 +373,8 @@ class Build(Protocol):
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
         """Return manifold-constrained hyper-connections with the parameters `fn`, `base` and
-        `scale`; see `hc_pre` of the kernel table."""
+        `scale`; `iters` and `eps` are those of the mixing of streams (`hc_pre` of the kernel
+        table)."""
         ...
 
     def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
@@ -374,7 +383,9 @@ class Build(Protocol):
         ...
 
     def activation(self, name: str) -> Layer:
-        """Return an elementwise function: "gelu", "relu2" (max(x, 0)^2), "sigmoid" or "tanh"."""
+        """Return an elementwise function: "gelu" (exact), "relu2" (max(x, 0)^2), "sigmoid" or
+        "tanh".
+        """
         ...
 
 
@@ -405,7 +416,9 @@ class Architecture(ABC):
         self.weights, self.dtype, self.kernels = build.weights, build.dtype, build.kernels
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """Return the model's name of each tensor in the checkpoint's files, from their shapes."""
+        """Return, by the checkpoint's name, the model's name of each tensor in the checkpoint's
+        files; `shapes` are the tensors' shapes by name.
+        """
         return {name: self.own_name(name) for name in shapes}
 
     @classmethod

@@ -34,7 +34,8 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 class Steps:
     """A model on a device with its runner; steps run on the current stream. Request slots 1 to
     `SLOTS` hold one sequence each, of at most `CONTEXT` tokens; each step appends to it. Pages are
-    taken from the highest number down, interleaved."""
+    taken from the highest number down, interleaved. `snapshots`: places for saved states of
+    recurrent layers."""
 
     def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
         facts = FACTS if device == "cpu" else Facts(tensor_device=device)

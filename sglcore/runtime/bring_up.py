@@ -288,9 +288,9 @@ def _captured(
     progress: Progress,
     shape: StepShape,
 ) -> GraphRunner | None:
-    """Return the captured graphs; None, with a row, if a library lacks what a capture calls and
-    `config.graph` is "auto". Everything else that a capture raises ends the start: a driver's error
-    leaves its stream undefined, and other ranks would wait."""
+    """Return the captured graphs; None, with a row, if a library lacks what a capture calls,
+    `config.graph` is "auto" and there is one rank. Everything else that a capture raises ends the
+    start: a driver's error leaves its stream undefined, and other ranks would wait."""
     try:
         told = partial(progress, "capturing graphs")
         return capture(config, facts, backend, made, ledger, told, shape.widths, shape.takes_prompts)
@@ -399,7 +399,10 @@ def worker(
     slices: Slices | None = None,
     draft_heads: tuple[ModelRunner, ...] = (),
 ) -> TpModelWorker:
-    """Return the worker to which the scheduler submits."""
+    """Return the worker to which the scheduler submits: that of `make_speculative_worker` with
+    speculation, otherwise the package's own worker class, with step kinds for pooling models and
+    for prefill slices.
+    """
     if speculation is not None:
         given = draft_runner, pools.token_table, limits, facts, draft_heads
         return make_speculative_worker(speculation, runner, *given)

@@ -92,7 +92,9 @@ class InputBuffer:
         return self.post_fill is not None or self.source_fn is not None
 
     def value_of(self, batch: Any) -> Tensor | None:
-        """Return the batch's value of the field that this buffer serves."""
+        """Return the batch's value of the field that this buffer serves; None if the field, or the
+        nested record that has it, is None.
+        """
         if not self._record:
             return getattr(batch, self._field)
         record = getattr(batch, self._record)
@@ -111,8 +113,8 @@ class InputBuffer:
         return self.tensor.narrow(self.spec.dim, 0, self.length(bs, num_tokens))
 
     def pad(self, ctx: FillContext) -> None:
-        """Apply the padding rule to the entries between the real and the padded size of `ctx`, on
-        the device.
+        """Write the padding value to the entries between the real and the padded size of `ctx`, on
+        the device. Does nothing for a field with a padding rule other than `Fill.VALUE`.
         """
         first = self.length(ctx.raw_bs, ctx.raw_num_tokens)
         count = self.length(ctx.padded_bs, ctx.padded_num_tokens) - first
@@ -212,7 +214,9 @@ class BufferRegistry:
         return tuple(buffer.tensor for buffer in self._buffers.values())
 
     def make_buffers(self) -> None:
-        """Allocate every buffer at the present capacity; check that it is on this device."""
+        """Allocate every buffer at the present capacity and fill it with its padding value. Earlier
+        contents and views are lost. Raises ValueError for a buffer on another kind of device.
+        """
         self._views.clear()
         self._heads.clear()
         self._staging.clear()

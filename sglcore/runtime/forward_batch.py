@@ -67,11 +67,13 @@ class StagingBuffers(Protocol):
         ...
 
     def stage_all(self, batch: ScheduleBatch) -> dict[str, Any]:
-        """Stage every value of a host batch; return the fields of the device batch by name."""
+        """Write every value of a host batch to the buffers' host side; return the fields of the
+        device batch by name, tensors as views of the buffers.
+        """
         ...
 
     def commit(self) -> None:
-        """Copy staged values to the device."""
+        """Queue the copy of the staged values to the device."""
         ...
 
 

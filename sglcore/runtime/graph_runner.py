@@ -80,15 +80,16 @@ class GraphRunner:
         return () if self._closed else self.decode.sizes
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether a graph can run this batch.
-
-        There must be a bucket for it, and the graph must read all its inputs.
+        """Return whether a graph can run this batch: there is a bucket for it, and the graph reads
+        all its inputs. False after `close`.
         """
         policy = self._policy(batch)
         return policy is not None and policy.can_run(batch)
 
     def unread(self, batch: ForwardBatch) -> tuple[str, ...]:
-        """Return the inputs of the batch that keep it from the graphs for its kind of step."""
+        """Return the names of the batch's inputs that the graph of its bucket does not read, which
+        keep it from that graph; empty if it has no bucket, or a graph can run it.
+        """
         policy = self._policy(batch)
         return () if policy is None else policy.unread(batch)
 

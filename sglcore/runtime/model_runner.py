@@ -190,9 +190,10 @@ class ModelRunner:
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
-        """Return hidden states [T, hidden] and the path that ran: kind and bucket of the graph;
-        "eager"; "eager:halves" if two micro-batches were interleaved; or "eager:" with the names of
-        the batch's inputs that the graphs do not read.
+        """Return hidden states [T, hidden] and the path that ran: kind and bucket of the graph,
+        such as "full:8", or "eager". The latter is followed by ":halves" if two micro-batches were
+        interleaved, and by ":" and the name of each input of the batch that its graph does not
+        read. Hidden states of a graph are overwritten by its next replay. Does not wait.
         """
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
@@ -202,9 +203,11 @@ class ModelRunner:
         return self.run_eager(batch), ":".join(("eager", *how))
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """Run one forward of the batch eagerly, in the runner's own context, never in an outer one.
+        """Run one forward of the batch eagerly, as two micro-batches if it is split, and return
+        hidden states [T, hidden]. The forward context is the runner's own, never an outer one.
 
-        Raises ValueError if the batch has no host lengths and the runner needs them.
+        Plans attention unless the batch has a valid plan. Raises ValueError if the batch has no
+        host lengths and the runner needs them, and StalePlanError for a plan of another forward.
         """
         if self.options.needs_host_lengths and batch.seq_lens_cpu is None:
             raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")

@@ -98,9 +98,10 @@ class EmbeddingSteps:
         self.pooler = pooler
 
     def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
-        """Run one forward of whole prompts and pool the hidden states of each request.
+        """Queue one forward of whole prompts and the pooling of each request's hidden states;
+        return the step's ticket.
 
-        None for a batch of another mode. Does not wait.
+        None for a batch of another mode, which is not run here. Does not wait.
         """
         if batch.forward_mode is not ForwardMode.EMBED:
             return None

@@ -32,10 +32,12 @@ def build_decode_registry(
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Build the buffers of steps with one token per row, for `max_bs` rows at first.
+    """Build and allocate the buffers of steps with one token per row, for `max_bs` rows at first.
 
-    `cells` is the kernel table's `cache_locations`. `window_table`: page table of the
-    sliding-window pages of a worker that has such pages.
+    `cells` is the kernel table's `cache_locations`, by which the KV slots in `req_to_token_pool`
+    are computed (None: there is no such buffer, and the batch keeps its own). `window_table`: page
+    table of the sliding-window pages of a worker that has such pages. `register_global_num_tokens`:
+    also a buffer with the token counts of `num_ranks` ranks. `extra_buffers` are added last.
     """
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
@@ -59,11 +61,13 @@ def build_prefill_registry(
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Build the buffers of steps with any number of tokens per request, for `max_bs` requests and
-    `max_num_tokens` tokens at first.
+    """Build and allocate the buffers of steps with any number of tokens per request, for `max_bs`
+    requests and `max_num_tokens` tokens at first.
 
-    `cells` and `window_table` are as in `build_decode_registry`. With `register_input_embeds=False`
-    or `register_global_num_tokens=False` the padded view keeps the batch's own value of that field.
+    `cells`, by which the KV slots in `req_to_token_pool` are computed, and `window_table` are as in
+    `build_decode_registry`. With `register_input_embeds` there is a buffer [max_num_tokens,
+    hidden_size] of `dtype` for embeddings; without it, or without `register_global_num_tokens`
+    (counts of `num_ranks` ranks), the padded view keeps the batch's own value of that field.
     """
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)

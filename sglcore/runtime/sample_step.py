@@ -151,7 +151,9 @@ class SampleStep:
     def _penalties(
         self, known: DeviceSampling, batch: ScheduleBatch, rows: RowPlan, positions: Tensor
     ) -> PenaltyState | None:
-        """Count the tokens of the history, anew at each step: nothing can be counted twice."""
+        """Return the penalties of the rows that have some, from the tokens of the history, which
+        are counted anew at each step: nothing can be counted twice. None if no row has any.
+        """
         if known.penalties is None:
             return None
         own, constant, slots = known.penalties

@@ -49,12 +49,16 @@ class EnteringSlots:
         self._entered = tuple(entered)
 
     def changes(self, batch: ScheduleBatch) -> Mapping[str, NDArray]:
-        """Return the slots that the step gives to a new request."""
+        """Return {"entered_slots": int32 [N]}, the slots that the step gives to a new request;
+        empty if there are none.
+        """
         slots = entering_slots(batch)
         return {"entered_slots": slots} if len(slots) else {}
 
     def apply(self, arrived: Mapping[str, Tensor]) -> None:
-        """Call `enter` of each `Entered` with these slots. Does not wait."""
+        """Call `enter` of each `Entered` with the slots of `changes`, if there are any. Does not
+        wait.
+        """
         if "entered_slots" in arrived:
             for each in self._entered:
                 each.enter(arrived["entered_slots"])

@@ -76,8 +76,8 @@ class PinnedRing:
         self.waits = 0
 
     def lease(self, size: int) -> Lease:
-        """Return a buffer of at least `size` words: the free one that was lent first. Waits until
-        its last copy is done.
+        """Return a lease of a buffer of at least `size` words: the free one that was lent first.
+        Waits until its last copy is done.
 
         Makes a new buffer if there are fewer than RING or if all are held.
         """

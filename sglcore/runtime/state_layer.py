@@ -91,9 +91,10 @@ class ReplayedLayer(StateLayer):
 
 
 def pool_rows(batch: ForwardBatch) -> PoolRows:
-    """Return slots, starts, lengths and targets of a batch, as the state kernels take them.
+    """Return slots, starts, lengths and targets of a batch, int32, as the state kernels take them.
 
-    On a decode step each row is one token, or one of a run of tokens of the same request.
+    Starts and lengths are None in a decode of one row per request; targets are None except in a
+    decode with runs of rows (`batch.run_slots`): each state is written back to its own slot.
     """
     if not batch.forward_mode.is_decode:
         return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens, None
@@ -104,9 +105,10 @@ def pool_rows(batch: ForwardBatch) -> PoolRows:
 
 @torch.library.custom_op("sglcore::state_layer", mutates_args=())
 def state_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """Run a layer with states as one operation that is opaque to a compiler.
+    """Run a layer with states on hidden [T, H] as one operation that is opaque to a compiler;
+    return [T, H].
 
-    Its inputs come from the context.
+    `layer_id` is its index in the state pool of the forward context, which has the batch too.
     """
     layer = get_state_pool().layers[layer_id]
     assert isinstance(layer, StateLayer)

@@ -83,7 +83,8 @@ FIRST = -1
 
 
 def make_streams(facts: Facts, *, has_lane: bool = False, parts: tuple[Part, ...] = ()) -> Streams:
-    """Return the streams of the facts' device, or none.
+    """Return the streams of the facts' device: the current one as `schedule`, and one for forwards.
+    For a device without streams, return `Streams` with the device index only.
 
     `has_lane`: also make a stream for prefill slices; the forward stream then has priority. `parts`
     are the partitioned streams of that lane.

@@ -38,7 +38,7 @@ class Arriving(Protocol):
 
     @property
     def kept(self) -> list[Tensor]:
-        """Tensors that the device may still write."""
+        """Tensors that the device may still write or read for these results."""
         ...
 
     def read(self) -> list[NDArray]:
@@ -110,11 +110,12 @@ class TpModelWorker:
                 tensor.record_stream(forward)
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step. The worker keeps `batch`; the caller must not change it.
+        """Queue a step and return its ticket, without waiting for it. The worker keeps `batch`; the
+        caller must not change it.
 
         Raises RuntimeError if RING tickets are uncollected, because the host mirrors of the input
-        buffers would be overwritten, and after `close`. A dropped ticket does not count, nor does a
-        ticket of a slice without output.
+        buffers would be overwritten, and after `close`; ValueError for a batch that requests hidden
+        states. A dropped ticket does not count, nor does a ticket of a slice without output.
         """
         self._tickets.check_room()
         if self._closed:
@@ -137,7 +138,9 @@ class TpModelWorker:
         return self.forward_idle(batch) if is_idle else self.forward_batch_generation(batch)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
-        """Run one forward on the current stream and sample one token per sampled row."""
+        """Queue one forward on the current stream and the draw of one token per sampled row;
+        return the step's ticket. Does not wait.
+        """
         rows, states = plan_rows(batch), self.runner.state_pool
         inputs = self.sampling.inputs(batch, rows)
         staged, arrays = self.stage(batch, inputs)
@@ -153,7 +156,8 @@ class TpModelWorker:
     def stage(
         self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray] = MappingProxyType({})
     ) -> tuple[ForwardBatch, StagedArrays | None]:
-        """Stage the batch, with its prompt embeddings, and the arrays of sampling and of `more`.
+        """Return the batch on the device, with its prompt embeddings, and the arrays of sampling
+        and of `more` there (None: there are none).
 
         Does not wait.
         """
@@ -167,7 +171,9 @@ class TpModelWorker:
         return staged, arrays
 
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
-        """Run one forward without rows, so that this rank joins the collectives of the others."""
+        """Queue one forward without rows, so that this rank joins the collectives of the others;
+        return the step's ticket. No token is sampled.
+        """
         staged, _, output = self._run_idle(batch)
         return self.issue(batch, staged, None, output)
 
@@ -196,7 +202,9 @@ class TpModelWorker:
         return self._tickets.issue(batch.step, pending) if is_counted else Ticket(batch.step, pending)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step and return its results; a ticket can be collected once."""
+        """Wait for a step and return its results. Raises ValueError for a ticket that was collected
+        before.
+        """
         pending = take_payload(ticket, Pending)
         return pending.output.read(ticket.step, pending.readback.read())
 
@@ -222,13 +230,15 @@ class TpModelWorker:
 
 
 def no_tokens(device: torch.device) -> SampledTokens[Tensor]:
-    """Return the tokens of a step that samples none."""
+    """Return the tokens of a step that samples none: no ids, no bad rows, no log-probabilities."""
     ids, bad = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
     return SampledTokens(ids, bad)
 
 
 def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:
-    """Return the prompt embeddings of a step and the indices of the tokens that they replace."""
+    """Return the prompt embeddings of a step ("prompt_embeds") and the indices of the tokens that
+    they replace ("embed_rows"); empty if it has none.
+    """
     if batch.embed_rows is None or batch.prompt_embeds is None:
         return {}
     return {"embed_rows": batch.embed_rows, "prompt_embeds": batch.prompt_embeds}

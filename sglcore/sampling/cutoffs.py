@@ -28,16 +28,22 @@ def token_weights(gaps: Tensor, table: Tensor) -> Tensor:
 
 
 def keep_top_k_(gaps: Tensor, top_k: Tensor) -> Tensor:
-    """Keep exactly top_k int32[B] candidates in each row of gaps int32[B, V], in place."""
+    """Keep the first top_k int32[B] candidates of each row of gaps int32[B, V], ordered by (gap,
+    id). Set the other gaps to LIMIT in place and return `gaps`. A row with fewer candidates, or
+    with `noise.OFF`, keeps all.
+    """
     ones = torch.ones((), dtype=torch.int32, device=gaps.device).expand(gaps.shape)
     last, before = _prefix_end(gaps, ones, top_k)
     return _drop_after_(gaps, last, top_k - before)
 
 
 def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = False) -> Tensor:
-    """Keep in each row of gaps int32[B, V] the smallest prefix with a weight of at least top_p
-    int32[B] / 2**24 of the row's candidates, in place; table as in `token_weights`. `is_narrow`:
-    use no 64-bit integers, which takes more operations.
+    """Keep in each row of gaps int32[B, V] the smallest prefix, ordered by (gap, id), with a weight
+    of at least top_p int32[B] / 2**24 of the row's candidates. Set the other gaps to LIMIT in place
+    and return `gaps`.
+
+    `table` is `RaceTables.weight`, int32[2, 8193]. `is_narrow`: use no 64-bit integers, which takes
+    more operations.
     """
     weights = token_weights(gaps, table)
     if is_narrow:
@@ -53,8 +59,8 @@ def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = Fa
 
 
 def keep_min_p_(gaps: Tensor, min_p: Tensor) -> Tensor:
-    """Keep in each row of gaps int32[B, V] the candidates with a gap of at most min_p int32[B], in
-    place.
+    """Keep in each row of gaps int32[B, V] the candidates with a gap of at most min_p int32[B]. Set
+    the other gaps to LIMIT in place and return `gaps`.
     """
     beyond = (gaps - min_p[:, None]).clamp_(0, 1)
     return _drop_(gaps, beyond)
@@ -70,14 +76,14 @@ def weight_of_share(weights: Tensor, share: Tensor, is_narrow: bool = False) -> 
 
 
 def _share(total: Tensor, top_p: Tensor) -> Tensor:
-    """Return ceil(total * top_p / 2**24) without the 2**72 product."""
+    """Return ceil(total * top_p / 2**24) for int64[B] each, without the 2**72 product."""
     high, low = total >> TOP_P_BITS, total & ((1 << TOP_P_BITS) - 1)
     return high * top_p + ((low * top_p + (1 << TOP_P_BITS) - 1) >> TOP_P_BITS)
 
 
 def _prefix_end(gaps: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gap int32[B] at which the running weight reaches `wanted` [B] (of the type of the
-    weights), and the weight before it.
+    """Return for each row of gaps int32[B, V] the gap int32[B] at which the running weight reaches
+    `wanted` [B] (of the dtype of the weights [B, V]), and the weight of the smaller gaps.
 
     If it never does, the gap is LIMIT, after every candidate.
     """
@@ -117,7 +123,7 @@ def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:
 
 
 def _drop_(gaps: Tensor, dropped: Tensor) -> Tensor:
-    """Set gaps to LIMIT where `dropped` int32 is 1. LIMIT is a power of two, so a bitwise or is
-    enough.
+    """Set gaps to LIMIT, in place, where `dropped` int32 (of their shape, overwritten) is 1, and
+    return them. LIMIT is a power of two, so a bitwise or is enough.
     """
     return gaps.bitwise_or_(dropped.mul_(LIMIT)).clamp_(max=LIMIT)

@@ -29,7 +29,7 @@ class GrammarError(SglcoreError, ValueError):
 
 class GrammarBusy(GrammarError):
     """A grammar that cannot be compiled now, because other grammars keep the compiler busy.
-    `retry_after` is in seconds.
+    `retry_after` is the time after which to try again, in seconds, the same for all.
     """
 
     retry_after: ClassVar[float] = 10.0
@@ -43,7 +43,11 @@ class GrammarBusy(GrammarError):
 class Grammar:
     """The format of the output, by `kind`: JSON of a schema (`text` is the schema), any JSON object
     (no text), a regular expression, a Lark grammar, a grammar in the EBNF of llama.cpp, or free
-    text with structural tags (`text` is their JSON). Raises GrammarError.
+    text with structural tags (`text` is their JSON).
+
+    Raises GrammarError for an unknown kind, a missing text, a text for json_object, more than
+    MAX_GRAMMAR_TEXT characters, or a schema or structural tags that cannot be read. The other kinds
+    are checked when they are compiled, not here.
     """
 
     kind: GrammarKind
@@ -71,12 +75,12 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Reasoning before the output that no grammar constrains: any text up to `end`. Raises
-    GrammarError.
+    """Reasoning before the output that no grammar constrains: any text up to `end`.
 
     `begin` is the text of the added token that starts the reasoning, if the output starts with it;
     empty if the prompt has already started it. After `budget` tokens (None: no limit), `closing` is
-    forced, which ends with `end`. `may_stop`: the output may end inside the reasoning.
+    forced, which ends with `end`. `may_stop`: the output may end inside the reasoning. Raises
+    GrammarError if `closing` does not end with a non-empty `end`, or for a negative budget.
     """
 
     end: str

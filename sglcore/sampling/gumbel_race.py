@@ -40,7 +40,9 @@ class RaceTables:
 
 
 def make_race_tables(vocab_size: int, device: torch.device | str, is_narrow: bool = False) -> RaceTables:
-    """Allocate the tables of a vocabulary on a device. Raises ValueError beyond 2**22 tokens."""
+    """Allocate the tables of a vocabulary on a device. Raises ValueError unless `vocab_size` is in
+    1..2**22.
+    """
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ValueError(f"found a vocabulary of {vocab_size} tokens, wanted 1..{MAX_VOCAB}; check vocab_size")
     tables = noise.noise_tables()
@@ -78,7 +80,7 @@ def gaps_below_best(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
 
 def gumbel_noise(keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
     """Return keyed Gumbel noise int32[B, V] in 2**-16 nat; keys int32[B, 2], hashed_ids int32[V] or
-    int32[B, V].
+    int32[B, V], `table` is `RaceTables.gumbel`.
     """
     words = hashed_ids ^ keys[:, :1]
     scratch = torch.empty_like(words)
@@ -128,16 +130,17 @@ def draw_race(gaps: Tensor, keys: Tensor, tables: RaceTables) -> Tensor:
 
 
 def _fold_(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
-    """Compute words ^= words >>> shift. int32 has only the arithmetic shift, so copies of the sign
-    bit are masked off.
+    """Compute words ^= words >>> shift on int32 words, in place, and return them; `scratch`, of
+    their shape, is overwritten. int32 has only the arithmetic shift, so copies of the sign bit are
+    masked off.
     """
     torch.bitwise_right_shift(words, shift, out=scratch)
     return words.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
 
 
 def _hash_(words: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
-    """Replace hashed ids, already combined with the first key word, by their hashes under keys
-    int32[B, 2].
+    """Replace hashed ids int32[B, V], already combined with the first key word, in place by their
+    hashes under keys int32[B, 2], and return them. `scratch`, of the same shape, is overwritten.
     """
     _fold_(words, 16, scratch).mul_(keys[:, 1:])
     _fold_(words, 15, scratch).mul_(_signed(noise.MIX_2))

@@ -15,11 +15,12 @@ ID_BITS = 22
 def logprobs_of(
     logits: Tensor, target_ids: Tensor, top_n: int, block_elements: int = 1 << 21, is_narrow: bool = False
 ) -> Logprobs[Tensor]:
-    """Return the log-probabilities of target_ids int[T] under logits float[T, V], with the top_n
-    best tokens.
+    """Return the log-probabilities of target_ids int[T] under logits float[T, V], their ranks, and
+    the min(top_n, V) best tokens of each row, best first.
 
-    Working memory is about 20 bytes per element of a block. Targets outside the vocabulary are
-    clamped to it. `is_narrow`: use no 64-bit integers. No host reads; zero rows are allowed.
+    Whole rows of about `block_elements` logits are processed at a time. Working memory is about 20
+    bytes per element of a block. Targets outside the vocabulary are clamped to it. `is_narrow`: use
+    no 64-bit integers. No host reads; zero rows are allowed.
     """
     count, vocab_size = logits.shape
     top_n = min(top_n, vocab_size)
@@ -59,8 +60,9 @@ def _fill(
 
 
 def _top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
-    """Return int64[T, N]: the ids of the N largest logits of each row, ties to the lowest id. Value
-    and inverted id form one integer key without ties, because topk itself is not stable.
+    """Return int64[T, N]: the ids (from `ids` int32[V], 0..V-1) of the N largest logits of each
+    row, largest first, ties to the lowest id. Value and inverted id form one integer key without
+    ties, because topk itself is not stable.
     """
     last = (1 << ID_BITS) - 1
     keys = (_ordered(logits).long() << ID_BITS) | (last - ids)

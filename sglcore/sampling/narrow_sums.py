@@ -32,23 +32,23 @@ class Wide(NamedTuple):
         return Wide(self.high.gather(1, column), self.low.gather(1, column))
 
     def below(self, other: "Wide") -> Tensor:
-        """Return bool: whether this is less than the other."""
+        """Return bool, elementwise: whether this is less than the other number."""
         return (self.high < other.high) | ((self.high == other.high) & (self.low < other.low))
 
     def plus(self, other: "Wide") -> "Wide":
-        """Return the sum."""
+        """Return the elementwise sum."""
         low = self.low + other.low
         return Wide(self.high + other.high + (low >> BITS), low & ((1 << BITS) - 1))
 
     def minus(self, other: "Wide") -> "Wide":
-        """Return the difference, which must not be negative."""
+        """Return the elementwise difference, which must not be negative anywhere."""
         low = self.low - other.low
         return Wide(self.high - other.high + (low >> BITS), low & ((1 << BITS) - 1))
 
 
 def product(one: Tensor, other: Tensor) -> Wide:
-    """Return the product of int32 up to 2**30 and int32 up to 2**24, computed by halves
-    of 12 bits.
+    """Return the elementwise product of `one` int32 in 0..2**30 and `other` int32 in 0..2**24,
+    computed by halves of 12 bits.
     """
     mask = (1 << HALF) - 1
     a, b, c = one & mask, (one >> HALF) & mask, one >> BITS
@@ -60,8 +60,10 @@ def product(one: Tensor, other: Tensor) -> Wide:
 
 
 def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limit: int) -> tuple[Tensor, Wide]:
-    """Return the gap int32[B] at which the running weight of gaps int32[B, V] reaches top_p / 2**24
-    of its total, and the weight still missing there, [B, 1].
+    """Return the gap int32[B] at which the running weight of gaps int32[B, V] reaches top_p
+    int32[B] / 2**24 of its total (`limit` if it never does), and what the weights of the smaller
+    gaps lack of that share, [B, 1]. Weights are int32[B, V], gaps 0..limit. Two histograms find the
+    gap: of the upper bits, then of the lowest `bin_bits`.
     """
     bins, steps = gaps >> bin_bits, 1 << bin_bits
     running = _running(bins, weights, (limit >> bin_bits) + 1)
@@ -108,7 +110,9 @@ def _running(index: Tensor, weights: Tensor, size: int) -> Wide:
 
 
 def _share(total: Wide, top_p: Tensor) -> Wide:
-    """Return ceil(total * top_p / 2**24)."""
+    """Return ceil(total * top_p / 2**24), elementwise; top_p int32 of the shape of the total, at
+    most 2**24 + 1.
+    """
     rest = product(total.low, top_p)
     up = rest.high + (rest.low > 0)
     return product(total.high, top_p).plus(Wide(up >> BITS, up & ((1 << BITS) - 1)))
@@ -116,7 +120,7 @@ def _share(total: Wide, top_p: Tensor) -> Wide:
 
 def _first_reaching(running: Wide, wanted: Wide) -> tuple[Tensor, Wide]:
     """Return the first column int32[B, 1] that reaches `wanted` [B, 1], or else the last one, and
-    what is missing after the column before it.
+    `wanted` minus the sum of the columns before it.
     """
     size = running.low.shape[1]
     column = running.below(wanted).sum(-1, keepdim=True, dtype=torch.int32).clamp_(max=size - 1)

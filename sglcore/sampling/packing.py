@@ -14,7 +14,7 @@ ALIGN = 8
 
 def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
     """Return the index of the first word of each array in the common block, a multiple of `ALIGN`,
-    and the number of words of the block.
+    and the number of words of the block. Nothing is written.
     """
     starts, total = [], 0
     for array in arrays:
@@ -24,8 +24,8 @@ def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def write_words(words: np.ndarray, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> None:
-    """Write the arrays into words int32. float32 keeps its bits; every other dtype
-    becomes int32.
+    """Write the arrays into words int32, each from its index in `starts` (from `lay_out`). float32
+    keeps its bits; values of every other dtype are converted to int32.
     """
     for array, start in zip(arrays, starts, strict=True):
         target = words[start : start + array.size]
@@ -33,8 +33,8 @@ def write_words(words: np.ndarray, arrays: Sequence[np.ndarray], starts: Sequenc
 
 
 def read_words(words: Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> list[Tensor]:
-    """Return views of words int32 in the arrays' shapes: float32, or int32 for every
-    other dtype.
+    """Return views of words int32, one for each of `arrays`, from which only shape and dtype are
+    read: float32, or int32 for every other dtype. `starts` is that of `lay_out`.
     """
     found = []
     for array, start in zip(arrays, starts, strict=True):

@@ -133,13 +133,15 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is the argmax of the processed logits for every seed."""
+        """Whether the token is the argmax of the processed logits for every seed: a temperature
+        below MIN_TEMPERATURE, or top_k 1.
+        """
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def excludes_top(self) -> bool:
-        """Whether XTC may drop a token: above a threshold of 0.5 at most one token qualifies, and
-        XTC keeps it.
+        """Whether XTC may drop a token: its probability is above 0, the draw is not greedy, and the
+        threshold is at most 0.5. Above that at most one token qualifies, and XTC keeps it.
         """
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.is_greedy
 
@@ -150,7 +152,9 @@ class SamplingParams:
 
     @property
     def repetition(self) -> Repetition | None:
-        """The DRY parameters; None if DRY changes no logit."""
+        """The DRY parameters; None if its multiplier or its look-back is 0, so that DRY changes no
+        logit.
+        """
         if self.dry_multiplier == 0.0 or self.dry_penalty_last_n == 0:
             return None
         kept = (self.dry_allowed_length, self.dry_penalty_last_n, self.dry_sequence_breakers)
@@ -158,7 +162,9 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a penalty is active, so that the sampler must know the tokens so far."""
+        """Whether the repetition, presence or frequency penalty is active (not DRY), so that the
+        sampler must know the tokens so far.
+        """
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

@@ -62,13 +62,13 @@ class SamplingNeeds:
 
 
 def _row_field(dtype: Any) -> Any:
-    """Declare a field with one value per row."""
+    """Declare a field with one value per row, of a numpy dtype."""
     return field(metadata={"kind": "row", "dtype": dtype})
 
 
 def _entry_field(dtype: Any) -> Any:
     """Declare a field with one value per bias entry; the entries of row r are
-    bias_offsets[r]..bias_offsets[r+1].
+    bias_offsets[r]..bias_offsets[r+1]-1.
     """
     return field(metadata={"kind": "entry", "dtype": dtype})
 
@@ -124,7 +124,7 @@ class SamplingBatch:
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":
         """Make the arrays of these rows, about 5 us each. Build once per request, then select and
-        append. `stream` is that of `noise.seed_words`.
+        append. `stream` separates independent uses of one seed (0: the target model's draw).
         """
         values = [_row_values(row) for row in rows]
         arrays = {
@@ -170,12 +170,14 @@ class SamplingBatch:
         )
 
     def penalty_rows(self) -> np.ndarray:
-        """Return int32: the rows with an active penalty, ascending."""
+        """Return int32: the indices of the rows with a repetition, presence or frequency penalty,
+        ascending.
+        """
         active = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
         return np.flatnonzero(active).astype(np.int32)
 
     def xtc_rows(self) -> np.ndarray:
-        """Return int32: the rows with XTC, ascending."""
+        """Return int32: the indices of the rows with XTC, ascending."""
         return np.flatnonzero(self.xtc_chance).astype(np.int32)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "SamplingBatch":
@@ -207,7 +209,8 @@ class SamplingBatch:
         return SamplingBatch(**joined, bias_offsets=offsets_of(counts))
 
     def copy_for_forward(self) -> "SamplingBatch":
-        """Return an isolated copy of all declared fields for one forward.
+        """Return a batch with the same rows for one forward, which later changes of this batch do
+        not reach. No array is copied.
 
         Both batches share their arrays, which become read-only; `select` and `append` make new
         ones.
@@ -233,7 +236,9 @@ def _reader(kind: type) -> "attrgetter[tuple]":
 
 
 def _row_values(row: SamplingRow) -> dict[str, Any]:
-    """Return the plain row fields of one row, by name."""
+    """Return a row's values for the fields with one value per row, by field name; without
+    `seed_words`.
+    """
     params = row.params
     greedy = params.is_greedy
     return {
@@ -253,7 +258,9 @@ def _row_values(row: SamplingRow) -> dict[str, Any]:
 
 
 def _bias_entries(row: SamplingRow) -> list[tuple[int, float, int]]:
-    """Return (id, value, until) of one row: its biases, then its early bans."""
+    """Return (id, value, until) of one row: its biases, then -inf for its early bans, if it has
+    `min_tokens`. An entry is active at positions below `until`.
+    """
     entries = [(token, value, noise.OFF) for token, value in row.params.logit_bias.items()]
     if row.params.min_tokens > 0:
         until = row.prompt_len + row.params.min_tokens

@@ -37,7 +37,9 @@ class PatternError(ValueError):
 
 
 class Anchor(IntEnum):
-    """What must precede a position: nothing (the beginning of the text), or the end of a line."""
+    """What must precede a position: nothing, so that it is the start of the text (BEGINNING), or
+    nothing or a newline (LINE).
+    """
 
     BEGINNING = 0
     LINE = 1
@@ -45,14 +47,16 @@ class Anchor(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A leaf of a pattern's tree: one character; `text` is the regular expression for it."""
+    """A leaf of a pattern's tree: it matches one character; `text` is the regular expression for
+    that character.
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node of a pattern's tree: its parts one after another."""
+    """A node of a pattern's tree: its parts one after another; no parts match the empty text."""
 
     parts: Sequence[Node]
 
@@ -93,7 +97,7 @@ class _Reader:
             raise PatternError("it has the flag x")
 
     def read(self) -> Node:
-        """Read the whole pattern."""
+        """Return the tree of the whole pattern. Raises PatternError for unsupported syntax."""
         return self._choice()
 
     def _choice(self) -> Node:

@@ -14,7 +14,9 @@ _DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) fo
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, as plain values."""
+    """Return the parameters that differ from the defaults, by name, as plain values: a record
+    (grammar, token rules, reasoning) as the tuple of its fields, the logit bias as a dict.
+    """
     packed: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(params, name)
@@ -24,7 +26,9 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def unpack_params(packed: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters that `pack_params` wrote. Raises SamplingError for invalid ones."""
+    """Return the parameters that `pack_params` wrote; its tuples may have become lists. Raises
+    SamplingError or GrammarError for invalid ones.
+    """
     values = dict(packed)
     if "grammar" in values:
         values["grammar"] = Grammar(*values["grammar"])

@@ -33,8 +33,8 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """The constant part of the penalties of R rows: int32[R] `rows` as in PenaltyState, int32[R]
-    `starts` (the start of each output), and the float32[R] parameters.
+    """The constant part of the penalties of R rows: int32[R] `rows` of the batch (None: all rows,
+    in order), int32[R] `starts` (the start of each output), and the float32[R] parameters.
     """
 
     rows: Tensor | None
@@ -59,15 +59,15 @@ def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: i
 
 
 def place_penalties(parts: Mapping[str, Tensor], rows: Tensor | None) -> PenaltyRows:
-    """Make the constant part of the penalties from the device's views of `penalty_arrays`, for rows
-    int32[R] (None: all rows).
+    """Make the constant part of the penalties from `parts`, the device's views of `penalty_arrays`
+    by name, for rows int32[R] (None: all rows).
     """
     return PenaltyRows(rows, *(parts[name] for name in ("prompt_len", "repetition", "presence", "frequency")))
 
 
 def count_penalties(rows: PenaltyRows, history: Tensor, lengths: Tensor, vocab_size: int) -> PenaltyState:
-    """Return the penalties of these rows for history int32[R, L] and lengths int32[R]. No host
-    reads.
+    """Return the penalties of these rows for history int32[R, L], their prompt and output tokens,
+    and lengths int32[R], the tokens of each row that count. No host reads.
     """
     return PenaltyState(
         rows.rows,
@@ -80,9 +80,9 @@ def count_penalties(rows: PenaltyRows, history: Tensor, lengths: Tensor, vocab_s
 
 
 def penalise(logits: Tensor, state: PenaltyState) -> Tensor:
-    """Return new float32[R, V]. For seen tokens, the repetition penalty divides positive logits and
-    multiplies others. For output tokens, the frequency penalty is subtracted per occurrence and the
-    presence penalty once.
+    """Return new float32[R, V] from logits float32[R, V] of the state's rows. For tokens in prompt
+    or output, the repetition penalty divides positive logits and multiplies others. For output
+    tokens, the frequency penalty is subtracted per occurrence and the presence penalty once.
     """
     factor = state.repetition[:, None]
     changed = torch.where(logits > 0, logits / factor, logits * factor)
@@ -93,7 +93,7 @@ def penalise(logits: Tensor, state: PenaltyState) -> Tensor:
 
 
 def apply_penalties_(logits: Tensor, state: PenaltyState) -> Tensor:
-    """Penalise the state's rows of logits float32[B, V] in place."""
+    """Penalise the state's rows of logits float32[B, V] in place; return the logits."""
     if state.rows is None:
         return logits.copy_(penalise(logits, state))
     return logits.index_put_((state.rows,), penalise(logits.index_select(0, state.rows), state))
@@ -101,7 +101,7 @@ def apply_penalties_(logits: Tensor, state: PenaltyState) -> Tensor:
 
 def apply_bias_(logits: Tensor, state: Bias[Tensor], positions: Tensor) -> Tensor:
     """Add the entries that are active at positions int32[B] to contiguous logits float32[B, V], in
-    place.
+    place; return the logits.
     """
     active = positions.index_select(0, state.rows) < state.until
     values = torch.where(active, state.values, torch.zeros_like(state.values))
@@ -109,8 +109,8 @@ def apply_bias_(logits: Tensor, state: Bias[Tensor], positions: Tensor) -> Tenso
 
 
 def apply_masks_(logits: Tensor, state: Masks[Tensor]) -> Tensor:
-    """Set logits float[B, V] of the state's rows to -inf for tokens that are not
-    allowed, in place.
+    """Set logits float[B, V] of the state's rows to -inf for tokens that are not allowed, in place;
+    return the logits.
     """
     banned = ~unpack_bitmask(state.words, logits.shape[1])
     return logits.index_put_((state.rows,), logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))

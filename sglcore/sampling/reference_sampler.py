@@ -91,8 +91,9 @@ def candidates(gaps: Sequence[int], params: SamplingParams) -> list[int]:
 
 
 def without_top(kept: Sequence[int], gaps: Sequence[int], params: SamplingParams) -> list[int]:
-    """Return the candidates that XTC keeps when its coin applies it. `kept` is sorted
-    by (gap, id).
+    """Return the candidates that XTC keeps when its coin applies it: all but those with at least
+    `xtc_threshold` of the weight of `kept`; the last of these is kept. `kept` is sorted by (gap,
+    id), and so is the result.
     """
     share, total = noise.fixed_share(params.xtc_threshold), sum(weight(gaps[token]) for token in kept)
     top = [token for token in kept if weight(gaps[token]) << noise.SHARE_BITS >= share * total]
@@ -107,8 +108,9 @@ def coin(key: tuple[int, int]) -> int:
 def reference_draw(
     logits: Sequence[float], params: SamplingParams, seed: int, sample_index: int, position: int
 ) -> tuple[int, bool]:
-    """Return (token, is bad) for one row of processed logits. A row with NaN, +inf or only -inf is
-    bad and draws 0.
+    """Return (token, is bad) for one row of logits that penalties, bias and masks have already
+    changed. Applies temperature, cut-offs and XTC. A row with NaN, +inf or only -inf is bad and
+    draws 0.
     """
     best = max((float(logit) for logit in logits), key=lambda x: math.inf if math.isnan(x) else x)
     if not math.isfinite(best):
@@ -128,8 +130,8 @@ def reference_draw(
 
 
 def _float32_parts(magnitude: int) -> tuple[int, int]:
-    """Return exponent and 23 mantissa bits of an integer as a float, rounded to nearest, ties to
-    even.
+    """Return exponent (without bias) and 23 mantissa bits of a positive integer as a float, rounded
+    to nearest, ties to even.
     """
     octave = magnitude.bit_length() - 1
     if octave <= 23:
@@ -143,7 +145,9 @@ def _float32_parts(magnitude: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class GoldenDraw:
-    """One stored draw. `logits` are exact in 16-bit and wider floats."""
+    """One stored draw: its inputs, and the `token` that every implementation must draw. `logits`
+    are exact in 16-bit and wider floats.
+    """
 
     name: str
     logits: tuple[float, ...]

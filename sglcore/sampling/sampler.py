@@ -107,7 +107,10 @@ class Sampler:
         self._greedy = draw_greedy if greedy is None else greedy
 
     def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
-        """Draw one token per row of logits float[B, V], which are not changed. Never waits."""
+        """Draw one token per row of logits float[B, V], which are not changed. Log-probabilities,
+        None unless `state.needs` asks for them, are those of `logits` before any processing. Never
+        waits.
+        """
         processed = self.process(logits, state)
         if state.needs.all_greedy:
             tokens, bad = self._greedy(processed)
@@ -125,8 +128,9 @@ class Sampler:
         return found
 
     def probabilities(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Return float32[B, V]: the probability of each token under processed logits float[B, V]. A
-        greedy row has 1 at its token. Bad rows are zero.
+        """Return float32[B, V]: the probability of each token after temperature and cut-offs, under
+        logits float[B, V] that `process` returned. A greedy row has 1 at its token. Bad rows are
+        zero.
         """
         logits = logits.float()
         best, first = logits.max(-1)
@@ -138,8 +142,8 @@ class Sampler:
         return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0))
 
     def leaders(self, logits: Tensor, state: SamplingState, count: int) -> tuple[Tensor, Tensor]:
-        """Return the first `count` tokens of each row's race on logits float[B, V], and an estimate
-        of their acceptance.
+        """Return the first `count` tokens of each row's race on logits float[B, V] that `process`
+        returned, and an estimate of their acceptance.
 
         The race uses the row's noise (a greedy row: none, the most likely tokens). Returns tokens
         int32[B, count] and log chances float32[B, count] (see `chances`) that another model with
@@ -160,9 +164,9 @@ class Sampler:
         return tokens[:, :count].to(torch.int32), found[:, :count]
 
     def draw_by_weight(self, weights: Tensor, seed_words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw one token per row by weights float32[B, V] of any sum. Returns int32[B], and bool[B]
-        for rows without any weight. The noise is keyed by `positions` int32[B] and seed words
-        int32[B, 2].
+        """Draw one token per row by weights float32[B, V] of any sum. Returns tokens int32[B], and
+        bool[B] for rows without any weight, which get token 0. The noise is keyed by `positions`
+        int32[B] and seed words int32[B, 2].
         """
         scale = torch.full_like(weights[:, 0], ONE)
         needs = SamplingNeeds(all_greedy=False, any_greedy=False)
@@ -190,9 +194,9 @@ class Sampler:
 
 
 def chances(nats: Tensor, own: Tensor) -> Tensor:
-    """Return float32[B, c]: the log chance that each of c contenders is the drawn token, from their
-    scores in the race and the logarithms of their own probabilities, float32[B, c] each. -inf for
-    tokens that are no candidates.
+    """Return float32[B, c]: the log chance that each of c contenders is the drawn token, from
+    `nats`, their scores in the race in descending order, and `own`, the logarithms of their
+    probabilities, float32[B, c] each. -inf for tokens that are no candidates.
     """
     marks = OWN * own - SPREAD * (nats[:, :1] - nats).sqrt()
     return (marks - marks.logsumexp(-1, keepdim=True)).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
@@ -213,8 +217,9 @@ def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: R
 
 
 def apply_xtc_(logits: Tensor, xtc: Exclusion[Tensor], state: SamplingState, tables: RaceTables) -> Tensor:
-    """Set the logits float32[B, V] of the rows with XTC to -inf for all tokens that are not kept,
-    in place. `state` covers all rows.
+    """Set the logits float32[B, V] of the rows with XTC to -inf, in place, for tokens that the
+    rows' cut-offs drop and, if the coin of the draw applies XTC, for those that XTC drops. Returns
+    the logits. `state` covers all rows.
     """
     names = ("positions", "seed_words", "scale")
     own = {name: getattr(state, name).index_select(0, xtc.rows) for name in names}
@@ -228,8 +233,9 @@ def apply_xtc_(logits: Tensor, xtc: Exclusion[Tensor], state: SamplingState, tab
 def draw_rows(
     logits: Tensor, state: SamplingState, tables: RaceTables, block_elements: int = BLOCK_ELEMENTS
 ) -> tuple[Tensor, Tensor]:
-    """Draw in torch, on any device, `block_elements` logits at a time; see `Draw`. The block size
-    never changes a token.
+    """Draw in torch, on any device, from logits float[B, V] after all processing; returns tokens
+    int32[B] and bool[B] for bad rows, which get token 0. Works on rows of about `block_elements`
+    logits (at least one row) at a time; the block size never changes a token.
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
@@ -274,7 +280,7 @@ def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
 
 
 def _narrow(state: SamplingState, rows: slice) -> SamplingState:
-    """Return the state of a block of rows, without the processors, which have run."""
+    """Return the state of a block of rows as views, without the processors, which have run."""
     return replace(
         state,
         **{name: part[rows] for name, part in _row_parts(state)},

@@ -47,7 +47,7 @@ class Masks(Generic[A]):
 @dataclass(frozen=True, slots=True)
 class Exclusion(Generic[A]):
     """XTC of M rows with their cut-offs, which apply before XTC; the draw itself uses no cut-offs
-    for these rows.
+    for these rows. A cut-off is None if none of the rows has it.
     """
 
     rows: A
@@ -114,7 +114,7 @@ class Logprobs(Generic[A]):
 @dataclass(frozen=True, slots=True)
 class SampledTokens(Generic[A]):
     """token_ids int32[B]; bad_rows bool[B]: the logits had NaN, +inf or only -inf, and the token is
-    0.
+    0. `logprobs` is None if no row requests log-probabilities.
     """
 
     token_ids: A
@@ -123,7 +123,9 @@ class SampledTokens(Generic[A]):
 
 
 def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
-    """Return the arrays of a host batch's sampling state, by name, without penalties."""
+    """Return the arrays of a host batch's sampling state, by name, without penalties. Arrays of a
+    cut-off, XTC or biases are present only if `needs` names them.
+    """
     arrays = {"seed_words": batch.seed_words, "scale": batch.scale, "greedy": batch.greedy}
     plain = batch.xtc_chance == 0
     if needs.any_top_k:
@@ -147,7 +149,9 @@ CUT_OFFS: Mapping[str, int] = MappingProxyType({"top_k": OFF, "top_p": TOP_P_OFF
 
 
 def _cut_offs(batch: SamplingBatch, rows: np.ndarray) -> dict[str, np.ndarray | None]:
-    """Return the cut-offs of the rows with XTC; None for a cut-off that none of them has."""
+    """Return the cut-offs of these rows (indices, those with XTC), by name as `xtc_top_k`; None for
+    a cut-off that none of them has.
+    """
     found = {name: (getattr(batch, name)[rows], off) for name, off in CUT_OFFS.items()}
     return {f"xtc_{name}": values if (values != off).any() else None for name, (values, off) in found.items()}
 
@@ -157,12 +161,16 @@ CHANGE_ARRAYS = ("change_rows", "change_ids", "change_values", "change_until")
 
 
 def place_changes(parts: Mapping[str, A]) -> Bias[A] | None:
-    """Return the logit additions from the device's arrays, or None if there are none."""
+    """Return the logit additions of this step from the device's arrays named in CHANGE_ARRAYS, or
+    None if these are absent.
+    """
     return Bias(*(parts[name] for name in CHANGE_ARRAYS)) if CHANGE_ARRAYS[0] in parts else None
 
 
 def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A] | None:
-    """Return the XTC inputs from the device's copies of `state_arrays`, or None."""
+    """Return the XTC inputs from the device's copies of `state_arrays`, or None if `needs` has no
+    XTC.
+    """
     if not needs.any_xtc:
         return None
     always = (parts[f"xtc_{name}"] for name in ("rows", "chance", "share"))
@@ -170,8 +178,9 @@ def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A
 
 
 def penalty_arrays(batch: SamplingBatch, all_rows: bool = False) -> dict[str, np.ndarray]:
-    """Return the arrays of a host batch's penalties, by name: for its `penalty_rows`, or for all
-    rows.
+    """Return the arrays of a host batch's penalties, by name: `prompt_len`, `repetition`,
+    `presence` and `frequency` for its `penalty_rows`, and these indices as `penalty_rows`; or, with
+    `all_rows`, the four for all rows.
     """
     rows = None if all_rows else batch.penalty_rows()
     own = batch if rows is None else batch.select(rows)

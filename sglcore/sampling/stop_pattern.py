@@ -64,8 +64,10 @@ class Automaton:
 
 
 class StopPattern:
-    """One pattern, shared by all texts that search for it. Raises PatternError. In the sets of
-    pattern characters that its methods take and return, bit i is the i-th character.
+    """One pattern, shared by all texts that search for it. Raises PatternError for a text that is
+    no regular expression, uses unsupported syntax, matches the empty text, or has more than
+    MAX_PLACES characters with repetitions written out. In the sets of pattern characters that its
+    methods take and return, bit i is the i-th character.
     """
 
     def __init__(self, text: str) -> None:
@@ -128,7 +130,9 @@ class StopPattern:
 
 
 class Match(NamedTuple):
-    """Start and end of a match in a text."""
+    """Start (inclusive) and end (exclusive) of a match in a text, as numbers of characters. The
+    start is at most LONGEST_CUT before the end: a longer match is cut.
+    """
 
     start: int
     end: int
@@ -196,7 +200,9 @@ class PatternScan:
 
 @lru_cache(maxsize=KEPT_PATTERNS)
 def stop_pattern(text: str) -> StopPattern:
-    """Return the pattern of a text; it is compiled once. Raises PatternError."""
+    """Return the pattern of a text; it is compiled once while among the KEPT_PATTERNS used last.
+    Raises PatternError.
+    """
     return StopPattern(text)
 
 
@@ -236,7 +242,9 @@ class _Builder:
         self.follow: list[int] = []
 
     def ends(self, node: Node) -> Ends:
-        """Number the characters of a part and return its ends."""
+        """Number the characters of a part and return its ends. Raises PatternError beyond
+        MAX_PLACES characters or MAX_PARTS parts.
+        """
         self._parts += 1
         if self._parts > MAX_PARTS or len(self.places) > MAX_PLACES:
             raise PatternError(f"with its repetitions written out it has more than {MAX_PLACES} characters")

@@ -27,11 +27,15 @@ KEEP = -1
 
 class BatchBuilder:
     """Converts the scheduler's choice of requests to the arrays of a `ScheduleBatch` (`build`).
-    `last_tokens` int32[slots]: the last collected token of each request slot.
+    `last_tokens` int32[slots]: the last collected token of each request slot. Of the batch built
+    last, `requests` are those of all rows, and `slots` int32 the request slots of the rows that
+    sample.
     """
 
     def __init__(self, limits: Limits, compose: Compose, first_composition: int, memory: Memory | None = None) -> None:
-        """`memory`: the source of draft tokens from the prefix cache, if the worker takes them."""
+        """`compose` makes the sampling state of a list of requests, row by row.
+        `first_composition`: compositions are counted from there. `memory`: the source of draft
+        tokens from the prefix cache, if the worker takes them."""
         self.last_tokens = np.zeros(limits.max_requests + 1, dtype=np.int32)
         self.requests: list[Request] = []
         self.slots: Ints = np.zeros(0, dtype=np.int32)
@@ -116,8 +120,10 @@ class BatchBuilder:
         return batch
 
     def build_decode(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
-        """Build a batch of all decode rows; parameters as in `build`. Returns the same object while
-        the rows do not change.
+        """Build a batch of all decode rows, for step number `step`. Tokens of steps after
+        `collected` are not known on the host; `saves` int32[rows]: snapshots that receive the
+        states, 0 for none (None: no row saves). Returns the same object while the rows do not
+        change.
 
         The next call overwrites its arrays, so keep only a copy.
         """
@@ -200,8 +206,9 @@ class BatchBuilder:
         self._had_chunks = has_chunks
 
     def _add_proposals(self, batch: ScheduleBatch, collected: int) -> None:
-        """Add draft tokens from the prefix cache if all tokens of the rows are known. Grammar masks
-        follow them.
+        """Add draft tokens from the prefix cache to a decode batch if all tokens of its rows are
+        known. They also become `Request.drafts` of the rows with a grammar, for which `_add_masks`
+        then makes masks.
         """
         if self._proposals is None or not batch.forward_mode.is_decode:
             return
@@ -218,8 +225,9 @@ class BatchBuilder:
         add_embeds(batch, self.requests)
 
     def _add_masks(self, batch: ScheduleBatch) -> None:
-        """Add the masks of each row with a grammar: for its next token, and for the token after
-        each draft token.
+        """Add the masks of each row with a grammar that samples in this step: for its next token,
+        and in a decode step for the token after each draft token; and its logit additions for the
+        same tokens.
         """
         if not self._constrained:
             return
@@ -241,8 +249,8 @@ class BatchBuilder:
         batch.masks, batch.mask_nodes = words[is_filled], np.nonzero(is_filled)[1].astype(np.int32)
 
     def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
-        """Return the KV slots that each row may use: those of its pages, up to the most that it can
-        ever need.
+        """Return int32[rows]: the KV slots that each row may use: those of its pages, up to the
+        most that it can ever need.
         """
         limits = np.minimum(rows.allocated_lens[chosen], rows.most_cells[chosen])
         return _join(limits, [min(len(request.pages) * self._page_size, request.most_cells) for request in extended])
@@ -294,7 +302,8 @@ def _join(column: Ints, values: list[int]) -> Ints:
 
 
 def _token_types(requests: list[Request]) -> Ints | None:
-    """Return the segment ids of all tokens, or None if no prompt has several segments."""
+    """Return the segment ids int32[T] of all tokens, 0 for a prompt without them, or None if no
+    prompt has any."""
     if all(request.token_types is None for request in requests):
         return None
     types = [request.token_types for request in requests]

@@ -84,8 +84,8 @@ class DecodeRows:
 
     def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
         """Account for a collected decode step that verified draft tokens: the rows with the request
-        slots `slots` emitted `counts` int32[N] tokens. `drafts` is as in the step's `begin_step`.
-        Rows that have left are ignored.
+        slots `slots` emitted `counts` int32[N] tokens. `drafts`: the number that `begin_step` got
+        for this step. Rows that have left are ignored.
         """
         if len(slots) == len(self.slots) and (slots == self.slots).all():
             gained, drafted = counts - 1, drafts
@@ -99,7 +99,8 @@ class DecodeRows:
         self.drafted_lens -= drafted
 
     def append(self, request: Request, page_size: int) -> None:
-        """Add a request that has submitted all its known tokens; it decodes from now on."""
+        """Add a request that has submitted all its known tokens as the last row, and set its state
+        to DECODING. `page_size`: tokens in a page."""
         row = len(self.requests)
         self.requests.append(request)
         request.state = State.DECODING
@@ -107,7 +108,8 @@ class DecodeRows:
         self._view()
 
     def remove(self, request: Request) -> None:
-        """Remove one request."""
+        """Remove the row of one request; its progress is written back to the request. Raises
+        ValueError if it has no row."""
         self.remove_rows([self.requests.index(request)])
 
     def remove_rows(self, rows: list[int]) -> None:

@@ -76,8 +76,8 @@ def sums_by(counts: DraftCounts, key: Callable[[DraftCell], int]) -> dict[int, D
 
 
 def at_places(counts: DraftCounts) -> list[tuple[int, int]]:
-    """Return (steps, accepted) for each draft position: the request steps that proposed a token
-    there, and those that accepted it and all draft tokens before it.
+    """Return (steps, accepted) for each draft position from 0: the request steps that proposed a
+    token there, and those that accepted it and all draft tokens before it.
     """
     had, right = Counter[int](), Counter[int]()
     for (_, _, proposed, accepted), count in counts.items():

@@ -17,7 +17,9 @@ Ints = NDArray[np.int32]
 
 
 def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None:
-    """Raise RequestError for embeddings that a worker with these limits does not accept."""
+    """Raise RequestError for embeddings that a worker with these limits does not accept: of another
+    size per token, with three-axis positions that it does not take or that are out of range, or
+    without token ids that the request needs."""
     if embeds.rows.shape[1] != limits.embed_size:
         wanted = f"{limits.embed_size} numbers per token" if limits.embed_size else "text or token ids"
         raise RequestError(
@@ -43,8 +45,9 @@ def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None
 
 
 def add_embeds(batch: ScheduleBatch, requests: Sequence[Request]) -> None:
-    """Add to the batch the embeddings of its prompt tokens, and three-axis positions if a request
-    has its own. `requests` has the request of each row.
+    """Add to the batch the embeddings of its prompt tokens (`embed_rows`, `prompt_embeds`), and
+    three-axis positions of all its tokens if a request has its own (`mrope_positions`). `requests`
+    has the request of each row.
     """
     given = [(row, request.embeds) for row, request in enumerate(requests) if request.embeds is not None]
     if not given:

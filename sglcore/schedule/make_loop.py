@@ -18,7 +18,10 @@ from sglcore.schedule.step_loop import Loop
 def make_scheduler(
     limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None, first_composition: int = 0
 ) -> Scheduler:
-    """Return the scheduler of a worker with these limits; see `Scheduler` for the parameters."""
+    """Return the scheduler of a worker with these limits. It runs prompts in slices of layers if
+    the limits have `sliced_layers`. `compose` makes the sampling state of a batch from its requests
+    (None: SamplingRows); compositions are counted from `first_composition`. Raises ConfigError for
+    limits that cannot hold one request of full length or exclude each other."""
     return Scheduler(
         limits,
         prefix_cache=prefix_cache,
@@ -31,8 +34,9 @@ def make_scheduler(
 def make_loop(
     worker: ModelWorker, shards: int = 1, *, overlap: bool = True, prefix_cache: bool = True
 ) -> tuple[Scheduler, Loop] | tuple[Shards, ShardLoop]:
-    """Make the scheduler of a worker's requests and its loop: one scheduler, or one for each of
-    `shards`. Each shard has the worker's full limits.
+    """Make the scheduler of a worker's requests and its loop, and return both: a `Scheduler` and a
+    `Loop`, or with several `shards` a `Shards` of one scheduler each and a `ShardLoop`. Each shard
+    has the worker's full limits.
     """
     if shards == 1:
         scheduler = make_scheduler(worker.limits, prefix_cache=prefix_cache)

@@ -62,21 +62,21 @@ class WholePrompts:
         self._most = limits.max_batch_tokens
 
     def room(self, running: RunningRequests) -> int:
-        """Return the maximum tokens of a step."""
+        """Return `max_batch_tokens`, the maximum tokens of a step."""
         return self._most
 
     def begin(
         self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
     ) -> None:
-        """All layers run."""
+        """Do nothing: all layers run."""
 
     def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
         """Raise AssertionError: no prompt runs in slices."""
         raise AssertionError("a prompt is open, but the scheduler was made without slices")
 
     def takes_quiet(self) -> bool:
-        """Return False."""
+        """Return False: no decode step is measured."""
         return False
 
     def observe(self, record: BatchRecord, in_flight: Iterable[BatchRecord] = ()) -> None:
-        """Nothing depends on times."""
+        """Do nothing: no choice depends on times."""

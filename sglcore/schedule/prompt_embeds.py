@@ -28,7 +28,8 @@ class PromptEmbeds:
     positions: ArrayLike | None = None
 
     def __post_init__(self) -> None:
-        """Convert the arrays. Raises RequestError for a wrong shape or type."""
+        """Convert `embeds` to float32 and `positions` to int32. Raises RequestError for a wrong
+        shape or type."""
         try:
             embeds = np.ascontiguousarray(self.embeds, np.float32)
             positions = None if self.positions is None else np.ascontiguousarray(self.positions, np.int32)
@@ -65,5 +66,6 @@ class PromptEmbeds:
 
     @property
     def delta(self) -> int:
-        """Offset from the index of a token after the prompt to its position."""
+        """What to add to the index of a token after the prompt to get its position; 0 without
+        `positions`."""
         return int(self.axes.max()) + 1 - len(self.rows)

@@ -6,8 +6,8 @@ from sglcore.device.errors import SglcoreError
 
 
 class RequestError(SglcoreError, ValueError):
-    """A request that can never run here."""
+    """A request that can never run here. Also a ValueError."""
 
 
 class ContextError(RequestError):
-    """A prompt that is longer than the context."""
+    """A prompt that is longer than the context, or, to be embedded, than a step."""

@@ -28,8 +28,8 @@ class TokenLogprob:
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The tokens that one sample of a request emitted in a step. The output with a `finish_reason`
-    is the sample's last.
+    """The tokens that one sample of a request emitted in a step, or only its prefill progress
+    (`is_progress`). The output with a `finish_reason` is the sample's last.
     """
 
     request_id: str
@@ -76,7 +76,8 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def token_logprobs(ids: list[int], found: TokenLogprobs, wanted: int) -> list[TokenLogprob]:
-    """Return records for N tokens, each with its `wanted` most likely alternatives."""
+    """Return records for N tokens `ids` from `found`, which has one entry for each, with the
+    `wanted` most likely alternatives of each."""
     top_ids, top_values = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
     return [
         TokenLogprob(

@@ -40,14 +40,15 @@ def check_limits(limits: Limits) -> None:
 
 
 def longest_prompt(limits: Limits, *, embeds: bool = False) -> int:
-    """Return the maximum number of prompt tokens: generation needs room for one output token, and
-    an embedding runs in one step.
+    """Return the maximum number of prompt tokens. Generation needs room for one output token; with
+    `embeds`, a prompt to embed runs in one step.
     """
     return min(limits.max_model_len, limits.max_batch_tokens) if embeds else limits.max_model_len - 1
 
 
 def check_request(request: Request, limits: Limits) -> None:
-    """Raise RequestError if the request can never run on a worker with these limits."""
+    """Raise RequestError if the request can never run on a worker with these limits; ContextError
+    if its prompt is too long."""
     length = len(request.prompt_ids)
     if request.prompt_ids.ndim != 1 or length == 0:
         raise RequestError("the prompt of this request is empty; give at least one token")
@@ -129,8 +130,9 @@ def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: in
 
 
 def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start: int, end: int) -> None:
-    """Keep the prompt log-probabilities that a chunk over tokens start..end-1 has for tokens
-    start+1..end of the prompt, if the request wants them.
+    """Append to `request.prompt_logprobs` what a chunk over tokens start..end-1 has for tokens
+    start+1..end of the prompt, with the requested number of alternatives. Does nothing if the
+    request wants none, or has not got those up to token `start`.
     """
     wanted = request.params.prompt_logprobs
     count = min(end, len(request.prompt_ids) - 1) - start
@@ -142,7 +144,7 @@ def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start
 
 def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
     """Set `Request.drafts` of the requests with a grammar to their next draft tokens, from `drafts`
-    int32[B, k].
+    int32[B, k]: k ids, -1 from the end of the draft on.
     """
     for request, own in zip(requests, drafts, strict=True):
         if request.matcher is not None:
@@ -185,8 +187,8 @@ def why_bad(request: Request, step: int) -> str:
 
 
 def has_no_way(request: Request) -> bool:
-    """Return whether the request's own rules leave no token to sample: the error is the
-    caller's.
+    """Return whether the request's grammar has failed (`matcher.error`), for example because no
+    token may follow. The error is then the caller's, not the engine's.
     """
     return request.matcher is not None and bool(request.matcher.error)
 

@@ -166,9 +166,9 @@ class RunningRequests:
         return all_served and rows.version == version
 
     def plan_chunks(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
-        """Plan prompt chunks for the `budget` of tokens that the decode rows leave: running prompts
-        first, then prompts that another engine has prefilled, then new ones if `may_admit`. Returns
-        each request with the number of tokens of its chunk.
+        """Plan prompt chunks for the `budget` of tokens that the decode rows leave, and allocate
+        their pages: running prompts first, then prompts that another engine has prefilled, then new
+        ones if `may_admit`. Returns each request with the number of tokens of its chunk.
 
         If a request was preempted, no new one is admitted: the pages are for the request that took
         them. With prompt slices, a long prompt takes many steps while others decode, so other
@@ -199,8 +199,8 @@ class RunningRequests:
         return chunks
 
     def _plan_in_turn(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
-        """Plan chunks, as `plan_chunks` does, for the prompts that a long one would delay: new
-        prompts, or else the running one with the fewest tokens left.
+        """Plan chunks, in the form of `plan_chunks`, for the prompts that a long one would delay:
+        new prompts if `may_admit`, or else the running prompt with the fewest tokens left.
         """
         chunks: list[tuple[Request, int]] = []
         while may_admit and budget and (admitted := self.admit_next()) is not None:
@@ -214,8 +214,9 @@ class RunningRequests:
         return chunks
 
     def take_chunk(self, request: Request, budget: int) -> int:
-        """Allocate the pages of the request's next chunk and return its number of tokens, at most
-        `budget`. 0: the request skips this step.
+        """Allocate the pages of the request's next chunk, if needed by preempting requests that
+        come after it, and return the chunk's number of tokens, at most `budget`. 0: the request
+        skips this step.
         """
         room = len(request.pages) * self._limits.page_size - request.num_cells
         want = self.memory.snapshots.shorten(request, min(budget, request.target - request.num_cells))
@@ -260,8 +261,9 @@ class RunningRequests:
         return sliced.staying
 
     def _leave_sliced(self, sliced: SlicedPrompt, request: Request) -> None:
-        """Remove a request from the sliced prompt. The prompt is dropped when all its requests have
-        left.
+        """Remove a request from the sliced prompt. When all its requests have left, the prompt is
+        dropped: their slots and pages are released with its newest slice in flight, or at once
+        without one.
         """
         sliced.leave(request)
         self.in_flight.mark_stale()
@@ -304,8 +306,8 @@ class RunningRequests:
         return places if places.any() else None
 
     def leave(self, request: Request) -> None:
-        """Remove a request. Its request slot and pages are released at once, or with the last step
-        in flight that contains it.
+        """Remove a request in prefill or decode. Its request slot and pages are released at once,
+        or with the last step in flight that contains it. The caller sets its new state.
         """
         if request.state is State.EXTENDING:
             self.extending.remove(request)

@@ -428,7 +428,8 @@ class Scheduler:
         output: EngineOutput | None = None,
     ) -> EngineOutput:
         """End a request and return its last output: `output`, changed in place, or else one without
-        tokens. `cause` is the id of the stop token, or the stop string.
+        tokens. `cause` is the id of the stop token, or the stop string; `error` says why it failed,
+        with the reason "error".
 
         Its request slot and pages are released at once, or when the last step in flight that
         contains it is collected. Raises KeyError for a request that has ended.

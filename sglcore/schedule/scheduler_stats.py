@@ -82,7 +82,7 @@ class SchedulerStats(Levels):
 
 def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:
     """Return the counts of pages, snapshots, window pages and tokens looked up in the prefix cache,
-    by their names in `SchedulerStats`.
+    and the bytes of each kind of memory, by their names in `SchedulerStats`.
     """
     snapshots, windows = memory.snapshots, memory.windows
     return {

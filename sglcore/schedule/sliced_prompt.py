@@ -16,9 +16,10 @@ from sglcore.schedule.request import Request, State
 class SlicedPrompt:
     """The prompt chunks of one step that runs in slices: each request with its number of tokens.
 
-    `done`: number of layers planned so far. `requests`, `slots` and `spans` are as in the
-    BatchRecord of the first slice. `released`: requests that have left; the device still writes to
-    their slots and pages.
+    `requests`: the request of each row of that step. `slots`: the request slots of the rows that
+    sample a token. `spans`: the tokens start..end-1 of each chunk. `is_masked`: a row samples under
+    a grammar. `done`: number of layers planned so far. `released`: requests that have left; the
+    device still writes to their slots and pages.
     """
 
     chunks: list[tuple[Request, int]]

@@ -66,7 +66,8 @@ class Loop:
 
     def _submit_step(self) -> list[BatchRecord]:
         """Submit a step. If it is a prompt slice without results, submit the next step too, so that
-        the device has it queued when the slice ends.
+        the device has it queued when the slice ends. Returns the records of the submitted steps; []
+        if nothing can run.
         """
         first = self._submit()
         if first is None:

@@ -19,7 +19,9 @@ from sglcore.schedule.request import Request
 
 @dataclass(slots=True)
 class BatchRecord:
-    """One step between its planning and its collect. The scheduler makes it."""
+    """One step between its planning and its collect. The scheduler makes it: the requests of its
+    rows, the chunks, which requests finish or leave with it, and the batch and ticket once it is
+    submitted."""
 
     step: int
     """Number of the step."""
@@ -76,7 +78,7 @@ class InFlight:
 
     @property
     def newest(self) -> BatchRecord:
-        """The last planned step."""
+        """The last planned step. Raises IndexError if none is in flight."""
         return self._records[-1]
 
     def open(self, record: BatchRecord) -> None:

@@ -136,7 +136,9 @@ def fill_once(value: float) -> Padding:
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """The declaration of one batch field. `batch_field` makes it."""
+    """The declaration of one batch field, which `batch_field` makes: its name and element type, its
+    axis, where its value comes from and when, what padding rows hold, and how a split batch gets
+    it."""
 
     name: str
     """Name of the field. A field of a nested record has a dotted name."""

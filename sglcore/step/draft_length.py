@@ -39,8 +39,8 @@ in half of the cases.
 
 
 def lengths_of(tokens: int | None, most: int) -> tuple[int, ...]:
-    """Return the lengths to choose from, ascending: only `tokens` if configured, otherwise those up
-    to `most`.
+    """Return the draft lengths to choose from, ascending: only `tokens` if configured (not None),
+    otherwise those of LENGTHS below `most`, and `most` itself.
     """
     return (tokens,) if tokens is not None else (*(each for each in LENGTHS if each < most), most)
 
@@ -128,7 +128,8 @@ class LengthController:
             self._settled, self._changed = best, self._steps
 
     def _emitted(self, known: _Evidence) -> list[float]:
-        """Return the expected tokens per request of a step with 0, 1, ... draft tokens."""
+        """Return the expected tokens per request of a step with 0, 1, ... draft tokens, one entry
+        for each number up to the largest length."""
         found, rate, product = [1.0], 0.5, 1.0
         for reached, right in zip(known.reached.tolist(), known.right.tolist(), strict=True):
             rate = (right + PRIOR * rate) / (reached + PRIOR)
@@ -164,11 +165,13 @@ class StepTimes:
         self._last_collect = 0.0
 
     def begin(self, started: Started) -> None:
-        """Note a submitted verification."""
+        """Note a submitted verification, so that `took` can time it. Call it in the order of the
+        steps."""
         self._started.append(started)
 
     def end(self, result: BatchResult, length: LengthController) -> None:
-        """Take the result of a collected step; see `took`."""
+        """Let `length` learn from the result of a verification step that was just collected, as
+        `took` does."""
         self.took(result.step, accepted_of(result), length)
 
     def took(self, step: int, accepted: NDArray[np.int32], length: LengthController) -> None:

@@ -15,8 +15,9 @@ Array = TypeVar("Array", bound=NDArray)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """The rows of a step that emit a token, as `plan_rows` finds them: `emitting` int64[N] (None:
-    all B rows), and the `token_offsets` int32[B + 1] of the results.
+    """The rows of a step that emit a token, as `plan_rows` finds them: `emitting` int64[N], their
+    numbers (None: all B rows), and the `token_offsets` int32[B + 1] of the results: the tokens of
+    row i are `token_offsets[i]` to `token_offsets[i + 1]`, exclusive.
     """
 
     batch_size: int
@@ -25,16 +26,17 @@ class RowPlan:
 
     @staticmethod
     def silent() -> RowPlan:
-        """Return the plan of a step without results."""
+        """Return the plan of a step of no rows, without results."""
         return RowPlan(0, None, np.zeros(1, dtype=np.int32))
 
     @staticmethod
     def each(size: int) -> RowPlan:
-        """Return the plan of a step in which every row emits."""
+        """Return the plan of a step of `size` rows in which every row emits one token."""
         return RowPlan(size, None, np.arange(size + 1, dtype=np.int32))
 
     def select(self, values: Array) -> Array:
-        """Return the values [N, ...] of the emitting rows, from values [B, ...]."""
+        """Return the values [N, ...] of the emitting rows, from values [B, ...]; `values` itself if
+        all rows emit."""
         return values if self.emitting is None else values[self.emitting]  # pyright: ignore[reportReturnType]
 
     def places(self, rows: Ints) -> Ints:
@@ -55,14 +57,16 @@ class RowPlan:
 
 
 def plan_rows(batch: ScheduleBatch) -> RowPlan:
-    """Return the rows of a batch that emit. Host work only."""
+    """Return the plan of the rows of a batch that emit: every row of a decode step, otherwise those
+    with `ScheduleBatch.emits`. Host work only."""
     if batch.forward_mode.is_decode:
         return RowPlan(batch.batch_size, None, batch.token_offsets)
     return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets_of(batch.emits))
 
 
 def last_tokens(batch: ScheduleBatch, rows: RowPlan) -> Ints:
-    """Return int32[N]: the index in the step of each emitting row's last token."""
+    """Return int32[N]: for each emitting row, the index of its last token among all T tokens of the
+    step."""
     return rows.select(batch.token_offsets[1:]) - np.int32(1)
 
 

@@ -95,15 +95,16 @@ class StepSwaps(Generic[A]):
 
     @classmethod
     def of(cls, sizes: SwapSizes, batch: ScheduleBatch, missed: A | None) -> StepSwaps[A]:
-        """Make the counts of a host batch; `missed` None: it is a prefill step. The arrays of the
-        batch are not kept.
+        """Make the counts of a host batch; `missed` None: it is a prefill step, and not a decode
+        step. The arrays of the batch are not kept.
         """
         if missed is None:
             return cls(sizes, 0, sizes.staged(batch), sizes.stored(batch))
         return cls(sizes, sizes.chosen(batch), 0, sizes.stored(batch), missed)
 
     def counts(self, missed: NDArray[np.int32] | None) -> SwapCounts:
-        """Return the counts of the step for its result, from the host copy of `missed`."""
+        """Return the counts of the step for its result, from the host copy of `missed`; None: a
+        prefill step."""
         found = [0] * len(self.sizes.layers) if missed is None else missed.tolist()
         loads = sum(count * layers for count, layers in zip(found, self.sizes.layers, strict=True))
         loaded = self.staged + loads * self.sizes.row_bytes

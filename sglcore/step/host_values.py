@@ -47,7 +47,8 @@ class HostReader:
         self._read = _compiled(reads, given, mirrors)
 
     def read(self, batch: ScheduleBatch) -> Values:
-        """Return the values by field name, without those that are absent. Takes one-shot values."""
+        """Return the values by field name, without those that are absent, not padded. Takes
+        one-shot values: the batch has their defaults afterwards."""
         values = self._read(batch)
         for name in self._dropped:
             values.pop(name, None)
@@ -85,7 +86,8 @@ def host_reader(batch_type: type, is_decode: bool, is_wide: bool = False) -> Hos
 
 def make_batch(batch_type: type[T], fields: dict[str, Any]) -> T:
     """Make a batch from values by (dotted) field name. A nested record is made if any of its fields
-    is present, and replaces these entries in `fields`.
+    is present, and replaces these entries in `fields`, which is changed. Absent fields get their
+    defaults.
     """
     for name, record, inner in _records(batch_type):
         if not fields.keys().isdisjoint(inner):
@@ -104,13 +106,14 @@ def _records(batch_type: type) -> tuple[tuple[str, Callable[..., Any], tuple[str
 
 @cache
 def host_arrays(batch_type: type) -> tuple[FieldSpec, ...]:
-    """Return the fields that stay on the host with one entry per request or token."""
+    """Return the declarations of the fields that the host batch provides, that stay on the host,
+    and that have one entry per request or token."""
     return tuple(s for s in specs(batch_type) if s.is_read and not s.is_staged and s.axis is not Axis.NONE)
 
 
 def padded(spec: FieldSpec, values: NDArray, length: int) -> NDArray:
-    """Return staged values in their declared type, padded to `length` entries along the axis, if
-    the field has one.
+    """Return staged values in a new array of their declared type, padded with the field's padding
+    value to `length` entries along the axis. A field without an axis is not padded.
     """
     if spec.axis is Axis.NONE:
         length = values.shape[-1]

@@ -66,16 +66,16 @@ class CutTerms:
     staggers: Staggers = Staggers()
 
     def of_prompts(self, lengths: NDArray[np.int32]) -> int:
-        """Return the number of tokens in the first half of requests with `lengths` tokens; 0: not
-        split.
+        """Return the number of tokens in the first half of requests with `lengths` tokens, as `cut`
+        finds it; 0: not split.
         """
         if int(lengths.sum()) < max(self.least, 2):
             return 0
         return cut(lengths, self.theta, self.align)
 
     def of_decode(self, requests: int, width: int = 1) -> int:
-        """Return the number of rows in the first half of requests with `width` rows each; 0: not
-        split.
+        """Return the number of rows in the first half of `requests` requests with `width` rows
+        each, a multiple of `width`; 0: not split.
         """
         if requests * width < max(self.least_decode, 2):
             return 0

@@ -27,7 +27,8 @@ not need vocabulary-sized memory for each token.
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
     """Sampling inputs that stay valid for one composition (the same requests in the same rows): its
-    `number`, the `needs` of the emitting rows, and `penalised` int32[R], those with penalties.
+    `number`, the `needs` of the emitting rows, and `penalised` int32[R], the indices of those with
+    penalties among the emitting rows.
     """
 
     number: int
@@ -47,8 +48,9 @@ NO_SAMPLING = BatchSampling(-1, SamplingNeeds(), np.zeros(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """A row with prompt log-probabilities: its tokens [start, end) of the step, the index `first`
-    of its first target in the array `targets`, and the number of alternatives `top_n`.
+    """A row with prompt log-probabilities: the batch's row number `row`, its tokens [start, end) of
+    the step that are scored, the index `first` of its first target in the array `targets`, and the
+    number of alternatives `top_n`.
     """
 
     row: int
@@ -60,15 +62,16 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Inputs that the device needs to sample one step, `arrays` by name.
+    """Inputs that the device needs to sample one step: host `arrays` by name. A name is absent if
+    the step does not need it.
 
     - `positions` and `last` int32[N]: lengths of the emitting rows and indices of their last
       tokens, unless each row emits for its only token.
     - `mask_rows` int32[M] (index among the emitting rows) and `masks`.
     - CHANGE_ARRAYS: logit additions of this step.
     - `targets`: the tokens that the `scored` rows predict.
-    - For a composition that is `new`: `slots` int32[N], and the arrays of `state_arrays` and
-      `penalty_arrays`.
+    - For a composition that is `new` (None: the worker has its state): `slots` int32[N], and the
+      arrays of `state_arrays` and `penalty_arrays`.
     """
 
     arrays: Mapping[str, NDArray]
@@ -81,7 +84,7 @@ NO_INPUTS = SamplingInputs(MappingProxyType({}))
 
 def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: bool = False) -> SamplingInputs:
     """Return the sampling inputs of a batch, for a worker that already has the state of composition
-    `known`. Host work only.
+    `known`; they lack that state if the batch's composition is the same. Host work only.
 
     `all_rows`: include penalties of all emitting rows, not only of rows that have some.
     """
@@ -121,8 +124,9 @@ def _add_state(arrays: dict[str, NDArray], batch: ScheduleBatch, rows: RowPlan, 
 
 
 def _add_targets(arrays: dict[str, NDArray], batch: ScheduleBatch) -> Sequence[ScoredRow]:
-    """Add the prompt token that follows each token of the scored rows. Nothing is scored for the
-    last prompt token, which no prompt token follows.
+    """Add to `arrays` the int32 array `targets`: for each token of the rows with prompt
+    log-probabilities, the prompt token after it. The last prompt token, which none follows, is not
+    scored. Returns these rows; empty, without `targets`, if there are none.
     """
     if batch.prompt_logprobs is None or batch.next_ids is None:
         return ()
@@ -150,11 +154,12 @@ def score_prompts(
     score: Callable[[Any, Any, int], Logprobs[Any]],
     join: Callable[[list[Any]], Any],
 ) -> dict[int, Logprobs[Any]]:
-    """Return prompt log-probabilities by row.
+    """Return prompt log-probabilities by row of the batch, for the `scored` rows of `inputs`.
 
     The library provides `score(hidden [n, H], targets int32[n], top_n)` and `join(arrays)`, which
-    concatenates. `arrived` are the arrays of `inputs` on the device; `hidden` [T, H] are the hidden
-    states of the step.
+    concatenates. `score` is called for so many tokens of a row at a time that their logits are at
+    most PROMPT_LOGITS_ELEMENTS. `arrived` are the arrays of `inputs` on the device; `hidden` [T, H]
+    are the hidden states of the step.
     """
     step = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
     found: dict[int, Logprobs[Any]] = {}

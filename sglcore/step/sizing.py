@@ -23,14 +23,15 @@ continued again.
 
 
 def size_text(count: int) -> str:
-    """Return a byte count as readable text."""
+    """Return a byte count as text, such as "1.50 GiB" or, below 1 GiB, "12.0 MiB"."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of device memory. `available` may still be allocated; `evidence` says where the figures
-    come from. `default_share` of `available` is used if the configuration gives no size.
+    """Bytes of device memory. `available` may still be allocated; the text `evidence` says where
+    the figures come from. `default_share`, a fraction of `available`, is used if the configuration
+    gives no size.
     """
 
     total: int
@@ -72,7 +73,8 @@ class KeptBytes(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
-    """Sizes of all pools and tables. `size_pools` chooses them."""
+    """Sizes of all pools and tables, which `size_pools` chooses: numbers of KV pages, window pages,
+    requests and snapshots, tokens per page, and the longest context."""
 
     page_size: int
     """Tokens per page."""
@@ -193,7 +195,8 @@ def _no_states(config: EngineConfig) -> _States:
 
 def _size_states(config: EngineConfig, geometry: Geometry, room: int, ledger: DecisionLedger) -> _States:
     """Size the states in `room` bytes: one for each request and one for padding rows. Snapshots get
-    the rest.
+    the rest. Raises ConfigError if two states do not fit, or the configured snapshots do not.
+    Records the choices in the ledger.
     """
     each = geometry.state + geometry.ring
     requests = min(config.max_requests, room // each - 1)
@@ -220,8 +223,9 @@ def _size_states(config: EngineConfig, geometry: Geometry, room: int, ledger: De
 
 
 def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, ledger: DecisionLedger) -> int:
-    """Return the number of snapshots: as configured, or a quarter of the memory that is left for
-    them and at most SNAPSHOTS for each request.
+    """Return the number of snapshots of `each` bytes: as configured, or a quarter of the `left`
+    bytes and at most SNAPSHOTS for each request; 0 without a prefix cache. Raises ConfigError if
+    the configured memory is larger than `left`.
     """
     asked = config.snapshot_memory
     if asked is not None and asked > left:
@@ -249,7 +253,8 @@ def _size_windows(
     allowed: int,
     ledger: DecisionLedger,
 ) -> int:
-    """Return the number of window pages, or 0 if a common pool holds a longer context.
+    """Return the number of window pages; 0 if the model has no sliding window, or if a common pool
+    holds a longer context.
 
     The number is the least of: what all requests and the prefix cache can use, half of `allowed`,
     the number of KV pages, and what leaves room for one whole context. It is at least what one

@@ -13,8 +13,9 @@ PARTITION, PRIORITY, INTERLEAVE = "partition", "priority", "interleave"
 
 
 def slice_budget(asked: str) -> int | None:
-    """Return the token·layers of a slice; 0: chosen from measured times; None: prompts are not
-    sliced. Raises ConfigError for anything else.
+    """Return the tokens x layers of a slice that the setting `asked` means: None for "off" (prompts
+    are not sliced), 0 for "auto" (chosen from measured times), or the given number, above 0. Raises
+    ConfigError for anything else.
     """
     if asked == "off":
         return None
@@ -41,7 +42,8 @@ def slice_row(asked: str, budget: int, layers: int) -> Row:
 
 def lane_row(asked: str, kind: str, why: str) -> Row:
     """Return the ledger row for the chosen prompt lane `kind`: PARTITION, PRIORITY or INTERLEAVE.
-    It is a downgrade if the configuration asked for another one.
+    `asked`: the configured lane or "auto"; `why`: the reason. It is a downgrade if another lane was
+    configured.
     """
     others = {PARTITION: f"--prompt-lane {PRIORITY}", PRIORITY: f"--prompt-lane {INTERLEAVE}"}
     return Row("prompt lane", asked, kind, why, others.get(kind, ""), downgrade=asked not in ("auto", kind))

@@ -15,7 +15,8 @@ Ints = NDArray[np.int32]
 
 
 def state_moves(batch: ScheduleBatch, max_requests: int) -> dict[str, Ints]:
-    """Return the rows int32[N] that a step copies, by name; empty ones are left out.
+    """Return the row numbers int32[N] of the state table that a step copies, by name; empty ones
+    are left out.
 
     Before the forward: `state_zeroed`, and `state_restored` from `state_sources`. After it:
     `state_kept` to `state_copies`. A steady decode step has none.

@@ -41,7 +41,8 @@ class Tickets:
 
 
 def take_payload(ticket: Ticket, kind: type[Payload]) -> Payload:
-    """Take the payload, of type `kind`, out of a ticket. Raises ValueError the second time."""
+    """Take the payload out of a ticket, which has none afterwards. Raises ValueError if it is not
+    of type `kind`, as the second time."""
     payload = ticket.payload
     if not isinstance(payload, kind):
         raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")

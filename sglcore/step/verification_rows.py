@@ -65,15 +65,17 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
 
 
 def most_lens(batch: ScheduleBatch, width: int) -> Ints:
-    """Return int32[B * N]: an upper bound of the tokens of each wide row."""
+    """Return int32[B * N] with N = `width`: an upper bound of the tokens of each wide row. Row j of
+    a request (from 0) has `prefix_lens` + j + 1, at most `cell_limits`, which the batch must
+    have."""
     assert batch.cell_limits is not None
     ends = batch.prefix_lens[:, None] + np.arange(1, width + 1, dtype=np.int32)
     return np.minimum(ends, np.maximum(batch.cell_limits, 1)[:, None]).reshape(-1)
 
 
 def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | None]:
-    """Return the wide rows that have a mask, and their masks. Masks for tokens beyond the width are
-    left out.
+    """Return the wide rows that have a mask, int32[M], and their masks; (None, None) if the batch
+    has none. Masks for tokens beyond the width are left out.
     """
     if batch.mask_rows is None or batch.mask_nodes is None or batch.masks is None:
         return None, None
@@ -106,7 +108,8 @@ def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:
 
 def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchResult:
     """Reduce the result of B * N wide rows to B rows: the first `accepted` int32[B] + 1 tokens of
-    each. `proposed` int32[B]: the numbers of verified draft tokens, for the result.
+    each, with their log-probabilities. A row is bad if one of these wide rows is. `proposed`
+    int32[B]: the numbers of verified draft tokens, for the result.
     """
     nodes = wide.token_ids.reshape(len(accepted), -1)
     kept = np.arange(nodes.shape[1], dtype=np.int32) <= accepted[:, None]

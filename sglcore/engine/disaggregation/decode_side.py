@@ -97,7 +97,8 @@ class DecodeSide:
         return self._transfer.fileno()
 
     def close(self) -> None:
-        """Close the connections; no further pages are written."""
+        """End the thread that reconnects, which waits for it, and close the connections; no further
+        pages are written."""
         self._is_closing.set()
         self._seeker.join()
         self._transfer.close()
@@ -155,7 +156,7 @@ class DecodeSide:
 
         The request keeps its pages here, and the same seed gives the same token. If no other peer
         is connected, the failed peer is tried again. After MOST_TRIES, or without any peer, the
-        request fails, and its output is returned.
+        request fails, and its output is returned; [None] if it had ended before, [] if it was sent.
         """
         request, peers = claim.request, self._transfer.peers
         if request.state is State.FINISHED or not peers or claim.tries >= MOST_TRIES:

@@ -120,7 +120,9 @@ def check_worker(started: Started) -> PageMemory:
 
 def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine], PageSide] | None:
     """Connect an engine with a role, and return the function that makes its page side for a token
-    engine. None: the role is "both". Waits and raises as `meet`."""
+    engine; None: the role is "both". A decode engine waits up to MEETING_SECONDS for each prompt
+    engine. Raises ConfigError if the model's pages cannot be sent, or an engine is missing or does
+    not fit."""
     if options.role == "both":
         return None
     transfer = meet(options, started)

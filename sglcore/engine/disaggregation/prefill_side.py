@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Job:
     """A prompt that a decode engine (`peer`) sent. This engine prefills it and writes its pages to
-    that engine."""
+    that engine: the request here, the pages there, and what was sent so far."""
 
     peer: int
     """The transfer's number of the decode engine."""

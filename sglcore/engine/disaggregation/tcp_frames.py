@@ -111,8 +111,9 @@ class Connection:
     def __init__(
         self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]
     ) -> None:
-        """`number` and `name`: the peer's, for `post` and messages. `silence`: seconds without a
-        frame after which the peer is lost."""
+        """`stream` is connected, and this object closes it. `number` and `name`: the peer's, for
+        `post` and messages. `silence`: seconds without a frame after which the peer is lost. No
+        thread runs before `start`."""
         self.number, self.name = number, name
         self._stream, self._silence, self._post = stream, silence, post
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
@@ -140,7 +141,8 @@ class Connection:
         self._queue.put(_Outgoing(kind, region, lease, parts, ends))
 
     def break_off(self, why: str) -> None:
-        """Disconnect from the peer; both threads end. Idempotent."""
+        """Disconnect from the peer; both threads end. `why`: the reason that `Lost` reports, if it
+        is the first. Does not wait. Idempotent."""
         self._why = self._why or why
         with suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)

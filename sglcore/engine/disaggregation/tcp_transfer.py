@@ -35,7 +35,8 @@ LONGEST_HELLO = 1 << 16
 
 
 class Hello(msgspec.Struct):
-    """The body of HELLO and WELCOME: the sender's page layout, and in HELLO the secret."""
+    """The body of HELLO and WELCOME: the sender's page `layout`, the fields of its `Layout` by
+    name, and in HELLO the `secret`, which is empty in WELCOME."""
 
     layout: dict[str, str | int]
     secret: str = ""
@@ -89,7 +90,7 @@ class TcpPages:
 
     @property
     def num_leases(self) -> int:
-        """Number of leases that have not ended."""
+        """Number of leases that this engine offered and that were not ended (`end`)."""
         return len(self._leases)
 
     def connect(self, address: str) -> int:
@@ -122,8 +123,8 @@ class TcpPages:
         self._queue(peer, Kind.TOLD, parts=(body,))
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
-        """Write the pages that arrived to the page memory, and return all other events. Waits up to
-        `seconds` for the first item."""
+        """Write the pages that arrived to the page memory, and return all other events, perhaps [].
+        Waits up to `seconds` for the first item."""
         if is_readable(self._awake, 0.0 if self._inbox else seconds):
             with suppress(BlockingIOError):
                 while os.read(self._awake, 4096):
@@ -143,8 +144,8 @@ class TcpPages:
         return self._offered
 
     def cancel(self, lease: int) -> None:
-        """Ask the writer of a lease to stop. The frame DRAINED answers after everything that it has
-        written."""
+        """Ask the writer of a lease to stop; does nothing for an unknown or drained lease. Does not
+        wait: the frame DRAINED answers after everything that the writer has written."""
         found = self._leases.get(lease)
         if found is not None and not found.is_drained:
             self._queue(found.peer, Kind.CANCEL, lease=lease)
@@ -164,8 +165,10 @@ class TcpPages:
     def write(
         self, peer: int, lease: int, source: Ints, target: Ints, layers: tuple[int, int] | None = None
     ) -> Transfer:
-        """Implements `PageTransfer.write`: the own pages are read at once, which waits for this
-        device; sending does not wait."""
+        """Read this engine's pages `source` at once, which waits for the device, and queue them for
+        the pages `target` of the peer's `lease`, in pairs; sending does not wait. `layers` (from,
+        to): only layers from..to - 1; None: all. Returns the transfer; it has FAILED if the peer is
+        lost."""
         transfer = Transfer()
         connection = self._connections.get(peer)
         if connection is None:

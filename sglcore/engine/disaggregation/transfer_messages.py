@@ -18,7 +18,8 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
 
     `lease`: the lease of `pages`, which are the decode engine's pages for the prompt from page
     `first_page` on; it has the earlier ones. `prompt` (token ids) and `pages` are int32 as
-    little-endian bytes. `params`: as `pack_params` returns them.
+    little-endian bytes. `params`: the sampling parameters as plain values by name, made by
+    `pack_params`.
     """
 
     lease: int

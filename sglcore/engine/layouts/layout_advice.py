@@ -107,7 +107,9 @@ def advise(config: ModelConfig, cluster: Cluster, load: Load) -> tuple[Advice, .
 
 
 def advise_folder(folder: Path, cluster: Cluster, load: Load) -> tuple[Advice, ...]:
-    """Return `advise` for the model of a checkpoint folder."""
+    """Return what `advise` returns for the model of a checkpoint folder: the ways to divide it over
+    all devices, best first. Raises ConfigError if the folder cannot be read or its costs are
+    unknown."""
     return advise(read_config(folder), cluster, load)
 
 
@@ -158,7 +160,8 @@ def _advice(costs: Costs, load: Load) -> Advice:
 
 def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> str:
     """Return a table of the first `top` configurations of `found`, which `advise` returned, then
-    the command of the best. Configurations without room for one request are only counted."""
+    the command of the best. Configurations without room for one request are only counted; if all
+    are, one line says what the weights need."""
     fitting = [each for each in found if each.running]
     per_host = cluster.links.per_host
     if not fitting:

@@ -41,7 +41,7 @@ class Seconds:
 
     @property
     def most(self) -> str:
-        """The field name of the largest part."""
+        """The name of the field with the largest value, such as "links"."""
         return max(zip(astuple(self), (field.name for field in fields(self)), strict=True))[1]
 
 
@@ -94,8 +94,8 @@ class Costs:
         return projected + scored + self._links(self.cluster.links.all_reduce(width, self._row_bytes(rows.count)))
 
     def blocks(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Return the time of the dense weights, which are divided among all ranks; also of the
-        experts, if each rank has a part of every expert (`ep` is 1)."""
+        """Return the time of the dense weights, which are divided among all ranks, and of the sums
+        over the ranks; also of the experts, if each rank has a part of every expert (`ep` is 1)."""
         tp, every = self.topology.tp, rows.count * self.topology.dp
         found = times(self._links(self._all_rows(rows)), self._sums(layer))
         if layer.block:
@@ -110,7 +110,7 @@ class Costs:
 
     def experts(self, layer: LayerShape, rows: Rows) -> Seconds:
         """Return the time of whole experts on each rank: rows are sent to experts and back, and the
-        rows of a shard are gathered again."""
+        rows of a shard are gathered again. Zero if `ep` is 1 or the layer has no experts."""
         ep, model = self.topology.ep, self.model
         if ep == 1 or not layer.expert:
             return Seconds()
@@ -140,8 +140,8 @@ class Costs:
         return links.all_to_all(ep, each * copies_to_ranks(ep, chosen), each * copies_to_ranks(hosts, chosen))
 
     def weight_bytes(self) -> float:
-        """Return the bytes of weights on the rank: its parts of the embedding, attention, dense
-        blocks and experts, without norms and biases."""
+        """Return the bytes of weights on the rank: its parts of the embedding and output layer,
+        attention, dense blocks and experts, without norms and biases."""
         model, tp = self.model, self.topology.tp
         part = self.topology.ep if self.topology.ep > 1 else tp
         found = model.tables / self.topology.attn_tp * model.row_bytes
@@ -214,7 +214,7 @@ class Costs:
 
 
 def times(seconds: Seconds, count: int) -> Seconds:
-    """Return all parts multiplied by `count`."""
+    """Return a copy with each part multiplied by `count`."""
     return Seconds(*(each * count for each in astuple(seconds)))
 
 

@@ -65,17 +65,17 @@ class Links:
 
     def all_reduce(self, n: int, m: float) -> float:
         """Return the seconds to sum arrays of `m` bytes, one on each of `n` ranks: reduce-scatter
-        inside hosts, all-reduce of each part between hosts, all-gather inside. Raises ValueError as
-        `levels`."""
+        inside hosts, all-reduce of each part between hosts, all-gather inside. Raises ValueError if
+        the ranks fill the last host only in part."""
         local, hosts = self.levels(n)
         if hosts == 1:
             return self.inside.all_reduce(n, m)
         return 2 * self.inside.all_gather(local, m) + self.between.all_reduce(hosts, m / local)
 
     def all_gather(self, n: int, m: float) -> float:
-        """Return the seconds until each of `n` ranks has all `m` bytes, of which it had m / n:
-        between ranks with the same local index first, then inside hosts. Raises ValueError as
-        `levels`."""
+        """Return the seconds until each of `n` ranks has all `m` bytes; before, each has m / n.
+        Data is exchanged between ranks with the same local index first, then inside hosts. Raises
+        ValueError if the ranks fill the last host only in part."""
         local, hosts = self.levels(n)
         return self.between.all_gather(hosts, m / local) + self.inside.all_gather(local, m)
 
@@ -83,7 +83,7 @@ class Links:
         """Return the seconds for each of `n` ranks to send `m` bytes in equal parts to all ranks:
         to the same local index on the other hosts first, then inside hosts. `m_between`: bytes that
         each rank sends in the first part, if data for several ranks of a host is sent once; None:
-        `m`. Raises ValueError as `levels`."""
+        `m`. Raises ValueError if the ranks fill the last host only in part."""
         local, hosts = self.levels(n)
         across = self.between.all_to_all(hosts, m if m_between is None else m_between)
         return across + self.inside.all_to_all(local, m)

@@ -27,7 +27,9 @@ MXFP4 = 17 / 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The sizes of one layer, in elements unless said. `shape_of` counts them."""
+    """The sizes of one layer, in elements unless said, which `shape_of` counts: attention weights
+    and KV cache elements of a token by how ranks divide them, operations of a score, the sliding
+    window, and the weights of the dense block and of one expert."""
 
     whole: int
     """Attention weights that every rank has, and the router of experts."""
@@ -58,7 +60,9 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model, from its configuration. `shape_of` makes it."""
+    """The sizes of a model, from its configuration; `shape_of` makes it: those of each layer, the
+    hidden size, vocabulary, heads and experts, and the bytes of an element of each kind of
+    weight."""
 
     layers: tuple[LayerShape, ...]
     """The sizes of each layer, in order."""
@@ -176,7 +180,7 @@ def _plain(config: ModelConfig) -> dict[str, Any]:
 
 def _latent(config: ModelConfig) -> dict[str, Any]:
     """Return the sizes of multi-head latent attention, with keys and values absorbed into queries
-    and outputs (DeepSeek-V2, section 2.1)."""
+    and outputs (DeepSeek-V2, section 2.1), by the names of the fields of `LayerShape`."""
     words, hidden, heads = config.words, config.hidden_size, config.num_attention_heads
     kv, rope, nope, value = (
         words[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")

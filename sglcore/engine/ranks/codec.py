@@ -133,8 +133,9 @@ def _makers(kind: type) -> tuple[int, tuple[tuple[int, Callable[[Any], Any]], ..
 
 
 def _maker(item: Field[Any]) -> Callable[[Any], Any] | None:
-    """Return the conversion of one field. A one-shot value arrives unset, as the declaration makes
-    it: it is for one direct forward, and the receiver has no use for it."""
+    """Return the conversion of one field; None: the value is used as it arrives. A one-shot value
+    arrives unset, as the declaration makes it: it is for one direct forward, and the receiver has
+    no use for it."""
     declared = str(item.type)
     if declared == "ForwardMode":
         return ForwardMode

@@ -183,7 +183,8 @@ class Following:
 
     def run(self) -> int:
         """Exchange heartbeats with the leader until all ranks have ended, the leader closes them,
-        or it is gone; returns the exit code, as `Node.follow`."""
+        or it is gone. Returns the exit code: 0 if all ranks ended without error, FAILED if one
+        failed or a signal told the node to end, LEADER_GONE if the leader is gone."""
         for rank, process in self._ranks.items():
             self._say(Kind.STARTED, [rank, process.pid])
         heard = spoke = time.monotonic()

@@ -51,8 +51,9 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The leader's order to a node to start its ranks. The configuration is the node's own, except
-    for `decided`."""
+    """The leader's order to a node to start its ranks: their places, where they connect, the
+    secret, and the times of heartbeats. The configuration is the node's own, except for
+    `decided`."""
 
     ranks: list[dict[str, Any]]
     """The `Place` of each rank of the node, as plain values."""
@@ -110,7 +111,8 @@ class Remote:
     code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, as far as the host has reported it."""
+        """Return the exit code that the host has reported; None: it has reported no end. Does not
+        wait."""
         return self.code
 
     def wait(self, timeout: float) -> int:
@@ -144,7 +146,8 @@ class RemoteHost:
         threading.Thread(target=self._run, name=f"host {self.address}", daemon=True).start()
 
     def hang_up_with(self, channels: Sequence[Channel]) -> None:
-        """Set the channels of the node's ranks: they are hung up when the node is gone."""
+        """Set the channels of the node's ranks: they are hung up when the node is gone, at once if
+        it is gone already."""
         with self._changed:
             self._of_ranks = list(channels)
             is_gone = self._is_gone
@@ -160,8 +163,9 @@ class RemoteHost:
         self._say(Kind.CLOSE)
 
     def wait_for(self, rank: Remote, timeout: float) -> int:
-        """Return the exit code of one of the node's ranks; waits for it. Raises TimeoutError as
-        `Remote.wait`."""
+        """Return the exit code of one of the node's ranks; waits for it. Raises TimeoutError after
+        `timeout` seconds, or ANSWER_SECONDS after the node was told to end its ranks, whichever is
+        earlier."""
         end = time.monotonic() + timeout
         with self._changed:
             while rank.code is None:

@@ -173,8 +173,8 @@ def check_installed() -> None:
 
 def connect(address: str, room: int) -> bool:
     """Join the Ray cluster at `address` (HOST:PORT or auto), or with "local" start one with at
-    least `room` CPUs. Waits. Returns False if this process was in a cluster already. Raises
-    ConfigError.
+    least `room` CPUs. Waits. Returns True if this call joined it, False if this process was in a
+    cluster already. Raises ConfigError.
 
     Must not be called on the main thread, where Ray would handle SIGTERM itself.
     """

@@ -27,7 +27,8 @@ WAYS = "--node-rank R --leader HOST:PORT on each host, torchrun, a LeaderWorkerS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which node this process is, of how many, and how this is known; `find_placement` makes it."""
+    """Which node this process is, of how many, where the leader listens, and how this is known;
+    `find_placement` makes it."""
 
     launcher: str
     """The launcher's name, for messages."""

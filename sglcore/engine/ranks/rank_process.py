@@ -108,7 +108,8 @@ class Control:
     the model does. `phase` and `step` are sent with them; the caller sets them."""
 
     def __init__(self, channel: Channel, beat: float) -> None:
-        """`beat`: seconds between two heartbeats."""
+        """Start the thread that sends heartbeats on `channel`. `beat`: seconds between two
+        heartbeats."""
         self.phase, self.step = "starting", -1
         self._channel, self._beat = channel, beat
         self._lock = threading.Lock()

@@ -17,8 +17,9 @@ from sglcore.device.topology import Place
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """What the process of a rank is started with, as one line of JSON on its standard input;
-    `spec_of` and `hosts.spec_at` make it."""
+    """What the process of a rank is started with, as one line of JSON on its standard input: the
+    configuration, the rank's device and place, how to reach the leader, and the time between
+    heartbeats. `spec_of` and `hosts.spec_at` make it."""
 
     config: dict[str, Any]
     """The configuration, as `plain_config` returns it."""

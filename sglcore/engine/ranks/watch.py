@@ -42,7 +42,8 @@ class Patience:
 
 @dataclass(slots=True)
 class Member:
-    """One rank as `Watch` knows it, from the messages of the rank and its process."""
+    """One rank as `Watch` knows it: its process and control channel, and what its messages said
+    last: the phase and step, its report that it is ready, or its failure."""
 
     rank: int
     """The number of the rank."""
@@ -135,7 +136,7 @@ class Watch:
 
     def _cause(self) -> SglcoreError:
         """Return the error of the rank that failed first, or how it ended; not a consequence in
-        another rank."""
+        another rank. Waits up to `patience.settle` seconds while only consequences are known."""
         end = time.monotonic() + self.patience.settle
         while (cause := self._first()) is None and time.monotonic() < end:
             for key, _ in self.selector.select(self.patience.settle / 10):

@@ -86,7 +86,9 @@ class Channel:
         return self._stream.getpeername()[0], self._stream.getsockname()[0]
 
     def send(self, kind: Kind, body: bytes | bytearray = b"") -> None:
-        """Send a frame. Waits and raises as `send_packed`."""
+        """Send a frame; blocks while the peer's buffer is full. Raises Gone if the peer has closed,
+        or if sending takes longer than `wait_at_most` allows; the channel cannot be used any more
+        then."""
         self.send_packed(self.packed(kind, body))
 
     def packed(self, kind: Kind, body: bytes | bytearray = b"") -> bytes:
@@ -105,8 +107,8 @@ class Channel:
 
     def receive(self, most: int = LONGEST) -> Frame:
         """Return the next frame of this epoch, with at most `most` bytes in its body; waits for it.
-        Raises Gone at the end of the stream and for a damaged or longer frame, and TimeoutError as
-        `wait_at_most` says."""
+        Raises Gone at the end of the stream and for a damaged or longer frame, and TimeoutError if
+        the frame takes longer than `wait_at_most` allows."""
         until = None if self._limit is None else time.monotonic() + self._limit
         while True:
             magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size, until))

@@ -21,8 +21,8 @@ it."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """The input of one check by `AnswerChecks`: a finished answer, and the parts of its schema to
-    check it against."""
+    """The input of one check by `AnswerChecks`: the text of a finished answer, its whole JSON
+    schema as text, and the names of the schema's parts to check it against."""
 
     schema: str
     """The whole schema as JSON text, as the client sent it."""

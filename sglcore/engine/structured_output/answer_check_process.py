@@ -26,8 +26,8 @@ def main() -> int:
 
 
 def checked(work: bytes) -> Verdict:
-    """Return the verdict on a Question, given as JSON: the left-out parts that the answer violates,
-    or why they cannot be checked."""
+    """Return the verdict, numbered 0, on a Question, given as JSON: in `said` the left-out parts
+    that the answer violates, or in `error` why they cannot be checked. Raises MemoryError only."""
     question = msgspec.json.decode(work, type=Question)
     try:
         values = list(_values(question))

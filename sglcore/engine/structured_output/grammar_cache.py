@@ -116,8 +116,8 @@ class Compiling:
         return self.is_done
 
     def start(self) -> Matcher:
-        """Return a matcher for one sample of an empty prompt. Waits, and raises as
-        `start_after`."""
+        """Return a matcher for one sample of an empty prompt. Waits until it is done. Raises
+        GrammarError for an invalid grammar, and GrammarBusy if it is not done in time."""
         return self.start_after(np.zeros(0, np.int32)).matcher
 
     def start_after(self, prompt: Ints) -> Started:
@@ -138,11 +138,13 @@ class Checks(Protocol):
     substitute in tests."""
 
     def submit(self, grammar: Grammar, told: OnVerdict, /) -> None:
-        """As `GrammarChecks.submit`."""
+        """Start a check of `grammar`; does not wait. `told` is called once with the verdict, on
+        another thread, and not after `close`. Raises OSError if the checking process cannot
+        start."""
         ...
 
     def close(self) -> None:
-        """As `GrammarChecks.close`."""
+        """Kill the checking process; later checks are dropped. Idempotent; does not wait."""
         ...
 
 

@@ -16,15 +16,17 @@ SMALLER = ("a smaller one", "take out repetitions with large counts")
 
 
 class GrammarLimits(CheckLimits, frozen=True):
-    """The limits of one check of a grammar."""
+    """The limits of one check of a grammar: those of `CheckLimits`, and the CPU seconds of one
+    mask."""
 
     mask_seconds: float = 0.2
     """Maximum CPU seconds for a mask after the first one: every step of the device waits for it."""
 
 
 class CheckSpec(msgspec.Struct, frozen=True):
-    """What the process that checks grammars is started with: the first line of its standard input,
-    as JSON."""
+    """What the process that checks grammars is started with, the first line of its standard input
+    as JSON: the library, the tokenizer, the `size` of the model's vocabulary, the ids of the tokens
+    that end an output, and the limits."""
 
     backend: str
     tokenizer: str

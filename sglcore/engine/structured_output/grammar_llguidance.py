@@ -82,8 +82,8 @@ class Llguidance:
             raise GrammarError(f"llguidance cannot read this tokenizer: {error}", wanted="a byte-level one") from None
 
     def compile(self, grammar: Grammar) -> CompiledByLlguidance:
-        """Implements `GrammarBackend.compile`. A grammar for which the library warns is refused as
-        well."""
+        """Compile a grammar; waits. Raises GrammarError if it is invalid or cannot be enforced,
+        also if the library only warns about it, and if the library cannot read the tokenizer."""
         matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
@@ -119,8 +119,8 @@ class LlguidanceMatcher:
         self.error = ""
 
     def accept(self, token_id: int) -> bool:
-        """Implements `Matcher.accept`: advance by a token; False if the grammar does not allow
-        it."""
+        """Implements `Matcher.accept`: advance by a token; False if the grammar does not allow it.
+        Any other failure of the library sets `error` too."""
         is_taken = self._matcher.consume_token(token_id)
         if is_taken:
             self._tokens.append(token_id)

@@ -27,7 +27,7 @@ class Vocabulary:
 
 
 class CompiledGrammar(Protocol):
-    """A compiled constraint of a request, of which `start` makes a `Matcher` for each sample: a
+    """A compiled constraint of a request; its `start` makes a `Matcher` for each sample. It is a
     backend's grammar, or a wrapper such as `ThinkingGrammar`."""
 
     def start(self) -> Matcher:

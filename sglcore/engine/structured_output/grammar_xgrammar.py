@@ -123,7 +123,8 @@ class Xgrammar:
         return library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> CompiledByXgrammar:
-        """Implements `GrammarBackend.compile`."""
+        """Compile a grammar; waits. Raises GrammarError if it is invalid, or if its schema has
+        something that xgrammar does not enforce."""
         try:
             return CompiledByXgrammar(self._library, self._compile(grammar))
         except RuntimeError as error:

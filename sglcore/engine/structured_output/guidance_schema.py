@@ -54,7 +54,8 @@ def embedded(schema: Mapping[str, Any]) -> str:
 
 class LeftOut(NamedTuple):
     """The parts of one JSON schema that llguidance does not enforce while an output is generated,
-    for a check of the finished output."""
+    for a check of the finished output: the whole schema as text, the names of the parts, and the
+    text before a value of the schema in the output."""
 
     schema: str
     """The whole schema, as JSON text."""

@@ -24,8 +24,8 @@ the usual stack and end the process. Only the used part takes memory."""
 
 
 class CheckLimits(msgspec.Struct, frozen=True):
-    """The limits of the checks in one process. A check that is "refused for now" gets a Verdict
-    with `busy`."""
+    """The limits of the checks in one process: time and memory of each check, and how many run or
+    wait at the same time. A check that is "refused for now" gets a Verdict with `busy`."""
 
     seconds: float = 5.0
     """Maximum CPU seconds of one check."""
@@ -56,7 +56,9 @@ class CheckJob(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The result of check `number`. Without `error`, `ended` and `busy`, the check completed."""
+    """The result of check `number`. `error`: the work is invalid; `ended`: a limit ended the check;
+    `busy`: it was refused for now. Without these three, the check completed, and `said` has its
+    findings."""
 
     number: int
     error: tuple[str, str, str] | None = None
@@ -124,7 +126,10 @@ class CheckProcess:
     checks that were sent to it."""
 
     def __init__(self, module: str, what: str, spec: Callable[[], Any]) -> None:
-        """Start the process. Parameters as in `ConfinedChecks`."""
+        """Start the process with the Python module `module`, and two threads that write to it and
+        read from it; does not wait until it is ready. Its first line is the record that `spec()`
+        returns, called on the writing thread. `what` names what is checked, in messages. Raises
+        OSError."""
         self._what = what
         self._told: dict[int, OnVerdict] = {}
         self._count = 0

@@ -221,7 +221,7 @@ def _confine(limits: CheckLimits) -> None:
 
 
 def _address_space() -> int | None:
-    """Return the bytes of address space of this process, where the system reports it."""
+    """Return the bytes of address space of this process; None if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -167,8 +167,9 @@ class RepetitionMatcher:
         return Matches(places + 1, np.minimum(lengths + 1, LONGEST_MATCH).astype(np.int32))
 
     def _anew(self) -> Matches:
-        """Return the matches as `_next` would, but computed from all tokens: each match is extended
-        back from the end of the text."""
+        """Return where the end of the text occurred before, computed from all tokens and not from
+        the matches of the token before: each match is extended back from the end of the text. None
+        after a breaker."""
         tokens, last = self._tokens[: self._count], self._count - 1
         if last < 1 or self._rules.breaks(tokens):
             return NONE

@@ -127,7 +127,7 @@ def _is_note(name: str) -> bool:
 
 def _with_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the keywords and values of a schema. A `propertyNames` that lists names, or is one
-    pattern, is replaced by equivalent keywords if these are free."""
+    pattern, is replaced by equivalent keywords if the schema does not have these already."""
     names, taken = schema.get("propertyNames"), {"properties", "patternProperties", "required"}
     if not isinstance(names, dict) or taken & set(schema) or set(names) - {*_SAYS_NOTHING, "enum", "const", "pattern"}:
         yield from schema.items()
@@ -216,8 +216,9 @@ def _constants(part: Any) -> dict[str, Any]:
 
 
 def readable(pattern: str) -> str | None:
-    """Return a pattern without look-ahead and look-behind, which only forbid text; None if it also
-    has parts that no automaton matches."""
+    """Return a pattern without look-ahead and look-behind, which only forbid text. None if it has
+    other parts that no automaton matches, such as a reference to a group, or a group without an
+    end."""
     while (found := _find(_AROUND, pattern)) is not None:
         end = _group_end(pattern, found)
         if end is None:

@@ -42,8 +42,9 @@ class Watch:
     validates a value with the functions that `watched` returns; `broken` then names the parts."""
 
     def __init__(self, schema: Any, left_out: Sequence[str]) -> None:
-        """`left_out`: names of parts, as `Loosened` has them. `schema` must be the object that is
-        validated, not a copy: its parts are recognised by identity, also through references."""
+        """`left_out`: names of parts, each a JSON pointer with a note for some. `schema` must be
+        the object that is validated, not a copy: its parts are recognised by identity, also through
+        references."""
         self._places = {id(node): place for place, node in schemas(schema)}
         self._names = {place_of(name): name for name in left_out}
         self._found: list[tuple[ValidationError, str]] = []
@@ -76,7 +77,8 @@ class Watch:
 
 
 def not_kept(schema: Any, value: Any, left_out: Sequence[str]) -> list[str]:
-    """Return the names in `left_out` that the JSON value violates.
+    """Return the names in `left_out` that the JSON value violates, in that order; [] for a schema
+    that is no object.
 
     Raises the library's errors: for a pattern that it cannot read, a reference without a target, or
     an invalid schema.

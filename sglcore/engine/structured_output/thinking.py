@@ -46,8 +46,8 @@ class ThinkingGrammar:
     """
 
     def __init__(self, thinking: Thinking, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
-        """If the end mark is not a single token, every token of the vocabulary is decoded.
-        Waits."""
+        """`inner` follows the reasoning (None: any text). If the end mark is not a single token,
+        every token of the vocabulary is decoded, which takes a while."""
         self._inner = inner
         self.end = thinking.end
         self.tokenizer = vocabulary.tokenizer

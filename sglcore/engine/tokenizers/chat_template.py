@@ -23,7 +23,7 @@ RESERVED = frozenset(
 
 class TextError(SglcoreError, ValueError):
     """Text, or a parameter about text, that this checkpoint's tokenizer or chat template cannot
-    process."""
+    process. `field`: the field of the request that is the cause; None: the text itself."""
 
     def __init__(self, found: str, *, wanted: str = "", remedy: str = "", field: str | None = None) -> None:
         """`field`: the field of a request that is the cause, if it is not the text itself."""
@@ -47,7 +47,8 @@ class ChatTemplate:
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate:
         """Load the templates of a checkpoint folder; `settings` is the content of its
         tokenizer_config.json. The folder's .jinja files take precedence over the templates there.
-        Raises ConfigError."""
+        Raises ConfigError for a file that is not UTF-8. Templates are parsed only when they are
+        used."""
         return cls(_sources(folder, settings), _special_tokens(settings))
 
     def replaced(self, text: str) -> ChatTemplate:
@@ -60,14 +61,16 @@ class ChatTemplate:
         return self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
 
     def variables(self, *, tools: bool = False) -> frozenset[str]:
-        """Return the names of the variables that the template (as in `source`) reads; empty without
-        a template. Raises TextError if it cannot be parsed."""
+        """Return the names of the variables that the default template reads, or with `tools` those
+        of the one for tools if there is one; empty without a template. Raises TextError if it
+        cannot be parsed."""
         source = self.source(tools=tools)
         return self._read(source).names if source else frozenset()
 
     def literals(self, *, tools: bool = False) -> str:
-        """Return all literal text that the template (as in `source`) writes or compares with, one
-        line for each piece; empty without a template. Raises TextError if it cannot be parsed."""
+        """Return all literal text that the default template writes or compares with, or with
+        `tools` that of the one for tools if there is one, one line for each piece; empty without a
+        template. Raises TextError if it cannot be parsed."""
         source = self.source(tools=tools)
         return self._read(source).literals if source else ""
 
@@ -79,10 +82,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation as text. `add_generation_prompt`: end with the beginning of the
-        assistant's answer; `variables`: further variables of the template. Raises TextError if
-        there is no template, if `variables` has a name in RESERVED, or if the template refuses the
-        messages or exceeds a limit."""
+        """Render a conversation as text. `tools`: declarations of functions; with them, the
+        template for tools is used if there is one. `add_generation_prompt`: end with the beginning
+        of the assistant's answer; `variables`: further variables of the template. Raises TextError
+        if there is no template, if `variables` has a name in RESERVED, or if the template refuses
+        the messages or exceeds a limit."""
         source = self.source(tools=bool(tools))
         if source is None:
             raise TextError(

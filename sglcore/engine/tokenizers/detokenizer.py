@@ -28,7 +28,8 @@ class DecodesTokens(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids, without special tokens unless `skip_special_tokens` is
+        False."""
         ...
 
 

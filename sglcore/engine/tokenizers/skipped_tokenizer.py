@@ -24,8 +24,9 @@ SKIPPED = "no tokenizer is read (--skip-tokenizer)"
 
 def open_codec(folder: Path, *, skips: bool, chat_template: str | None = None) -> TextCodec:
     """Return the codec of a checkpoint folder or GGUF file; with `skips`, a `SkippedCodec`.
-    `chat_template`: text of a template that replaces the checkpoint's. Raises ConfigError and
-    CheckpointError as `TextCodec`, and ConfigError for a template together with `skips`."""
+    `chat_template`: text of a template that replaces the checkpoint's. Raises ConfigError or
+    CheckpointError if the tokenizer cannot be read, and ConfigError for a template together with
+    `skips`."""
     if not skips:
         return TextCodec(folder, chat_template=chat_template)
     if chat_template is not None:
@@ -34,7 +35,8 @@ def open_codec(folder: Path, *, skips: bool, chat_template: str | None = None) -
 
 
 class SkippedCodec(TextCodec):
-    """A `TextCodec` without a tokenizer. Methods that read or make text raise TextError."""
+    """A `TextCodec` without a tokenizer. Methods that read or make text raise TextError, except
+    `detokenizer`, which makes no text."""
 
     reads_text = False
 
@@ -45,7 +47,8 @@ class SkippedCodec(TextCodec):
         self.template = ChatTemplate({}, {})
 
     def need_text(self, what: str, field: str | None = None) -> NoReturn:
-        """Raise the TextError of `text_needed`."""
+        """Raise TextError: `what`, such as "a chat", needs text, and no tokenizer is read. `field`:
+        the field of the request that is the cause (None: none)."""
         raise text_needed(what, field)
 
     def check(self, params: SamplingParams) -> None:

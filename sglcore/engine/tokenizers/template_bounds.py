@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one rendering. Some published templates need 500 steps for each message of a long
-    conversation."""
+    """Limits of one rendering: its steps, the characters of all intermediate results, and those of
+    the text. Some published templates need 500 steps for each message of a long conversation."""
 
     steps: int = 1_000_000
     """Maximum number of loop iterations, calls and filters."""

@@ -70,8 +70,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
 
     def compiled(self, source: str) -> CompiledTemplate:
-        """Return a template whose loops and `~` are counted. Raises jinja2.TemplateError if it
-        cannot be parsed."""
+        """Return a template whose loops and `~` are counted, with the names of its variables and
+        its literal text. Raises jinja2.TemplateError if it cannot be parsed."""
         tree = self.parse(source)
         names = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]

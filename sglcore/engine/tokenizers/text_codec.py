@@ -79,8 +79,8 @@ class TextCodec:
 
         At most `most` tokens are kept: the longer text loses its end first, then both lose theirs,
         as in transformers. Without `most`, a long text that surely has more than `limit` tokens
-        raises ContextError, as in `encode`. Raises TextError if `most` has no room for a token of
-        each text.
+        raises ContextError, without being read to its end. Raises TextError if `most` has no room
+        for a token of each text, and for text that UTF-8 cannot encode.
         """
         texts = [first] if second is None else [first, second]
         try:
@@ -149,7 +149,8 @@ class TextCodec:
         return text if name is None else self.prompts.texts[name] + text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids, without special tokens unless `skip_special_tokens` is
+        False."""
         if len(ids) > LONG_TEXT:
             return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -159,8 +160,9 @@ class TextCodec:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Return the text of a conversation by the chat template; `variables`: further variables of
-        the template. Raises TextError as `ChatTemplate.render`."""
+        """Return the text of a conversation by the chat template, ending with the beginning of the
+        answer; `variables`: further variables of the template. Raises TextError without a template,
+        for a variable name in RESERVED, and if the template refuses the messages."""
         return self.template.render(messages, variables=variables)
 
 

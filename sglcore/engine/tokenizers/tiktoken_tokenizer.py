@@ -44,7 +44,8 @@ NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyT
 
 class Ranked(NamedTuple):
     """The content of a tekken.json or of a file of ranks, in the form that tiktoken needs to
-    encode."""
+    encode: the rank of each sequence of bytes, the pattern that splits texts, the token id of rank
+    0, and the Unicode form to which texts are normalized (None: none)."""
 
     ranks: dict[bytes, int]
     """The rank of each sequence of bytes, from 0."""

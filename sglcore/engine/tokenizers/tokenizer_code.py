@@ -29,7 +29,9 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
 class Stated(NamedTuple):
-    """What a checkpoint's code assigns for its tokenizer; `stated_by` reads it."""
+    """What a checkpoint's code assigns for its tokenizer; `stated_by` reads it: the pattern that
+    splits texts, the Unicode form to which they are normalized before (None: none), and special
+    tokens."""
 
     pattern: str
     """The regular expression that splits texts."""

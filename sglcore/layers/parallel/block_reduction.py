@@ -38,7 +38,8 @@ class OfAllShards:
 
 
 def ended(inner: Block, groups: Groups) -> Block:
-    """Return `inner` followed by its reduction; each rank's `inner` computes a partial sum.
+    """Return `inner` followed by its reduction: an all-reduce over `tp`, or `OfAllShards` with data
+    parallel attention. `inner` computes a partial sum on each rank.
 
     Input and output have the tokens of this data parallel rank.
     """

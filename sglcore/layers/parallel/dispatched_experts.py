@@ -49,7 +49,8 @@ class DispatchedMoe:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to [T, H], the weighted sum of the chosen experts' outputs, on every rank of the
-        shard. If several ranks have the same tokens, each sends a part of them."""
+        shard. If several ranks have the same tokens, each sends a part of them, and the parts are
+        gathered."""
         moves = moves_of_shard(hidden, self._groups)
         return moves.move(self._mixed(moves.own_part(hidden)), Rows.SCATTERED, Rows.LOCAL)
 
@@ -64,7 +65,7 @@ class DispatchedMoe:
 
     def _run(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Run this rank's experts on rows [R, H]; `experts` int32 [R] is each row's expert, as
-        numbered on this rank."""
+        numbered on this rank. Returns the outputs [R, H], not yet weighted; R may be 0."""
         if not len(rows):
             return rows
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
@@ -78,16 +79,18 @@ def dispatched(
     routing: RoutingSpec,
     groups: Groups,
 ) -> DispatchedMoe:
-    """Return a `DispatchedMoe` with consecutive experts on each rank, and a dispatcher of
-    `groups`. The first four arguments are those of `make_experts`;
-    the experts are gated."""
+    """Return a `DispatchedMoe` with consecutive experts on each rank, and a dispatcher of `groups`.
+    The first four arguments are those of `make_experts`; the experts must be gated, which is not
+    checked here."""
     placement = in_order(moe.num_experts, groups.ep.size)
     return DispatchedMoe(build, moe, spec, routing, placement, groups, groups.make_dispatcher(placement.each))
 
 
 def held_weights(build: Scope, moe: MoeConfig, parts: Sequence[str], held: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Declare the weights of the N experts with the numbers `held`, in this order, and return them:
-    gate over up [N, 2 * I, H], and down [N, H, I]. `parts` are as in `expert_weights`."""
+    gate over up [N, 2 * I, H], and down [N, H, I]. `parts` are the names of gate, up and down of
+    each expert, or two names of weights of all experts. Other experts in the checkpoint are not
+    read."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     ranges = [(expert, expert + 1) for expert in held]
     if len(parts) == 2:

@@ -16,14 +16,15 @@ the block's scope."""
 
 
 def both(part: Range, size: int) -> tuple[Range, Range]:
-    """Return the ranges of `part`, a range of the intermediate size, in the rows of gate over up,
-    with `size` rows each."""
+    """Return two ranges: the rows of gate and those of up that belong to `part`, a range of the
+    intermediate size, in a weight with `size` rows of gate, then `size` rows of up."""
     return part, (part[0] + size, part[1] + size)
 
 
 def cut_form(cut: CutTensor, moe: MoeConfig, spec: ExpertSpec, part: Range) -> None:
     """Record, with `cut`, that this rank has the range `part` of the intermediate size of each
-    expert."""
+    expert. `cut` is called for every tensor name under which a checkpoint may store experts of
+    `spec.form`."""
     experts, size = moe.num_experts, moe.intermediate_size
     if spec.form == "relu2":
         cut_ungated(cut, experts, size, part)
@@ -34,8 +35,9 @@ def cut_form(cut: CutTensor, moe: MoeConfig, spec: ExpertSpec, part: Range) -> N
 
 
 def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Sequence[str] = EXPERT_PARTS) -> None:
-    """Record, with `cut`, that this rank has the range `part` of the intermediate size `size` of
-    gated experts, stored one by one, all in one tensor, or as two `parts`."""
+    """Record, by calls `cut(name, whole, *ranges, dim=0)`, that this rank has the range `part` of
+    the intermediate size `size` of gated experts, stored one by one, all in one tensor, or as two
+    `parts`."""
     down = parts[-1]
     if len(parts) == 2:
         cut(f"{parts[0]}.weight", 2 * size, *both(part, size), dim=1)
@@ -46,8 +48,8 @@ def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Seq
 
 
 def cut_ungated(cut: CutTensor, experts: int, size: int, part: Range) -> None:
-    """Record, with `cut`, the range `part` of the intermediate size `size` of experts without
-    gates."""
+    """Record, by calls `cut(name, whole, *ranges, dim=0)`, the range `part` of the intermediate
+    size `size` of experts without gates, stored one by one or all in one tensor."""
     cut("experts.up_proj", size, part, dim=1)
     _cut_each(cut, experts, size, part, ("up_proj",), "down_proj")
 
@@ -61,9 +63,10 @@ def _cut_each(cut: CutTensor, experts: int, size: int, part: Range, rows: Sequen
 
 
 def cut_clamped(cut: CutTensor, size: int, part: Range) -> None:
-    """Record, with `cut`, the range `part` of the intermediate size `size` of experts with biases
-    and interleaved gate and up: plain, [experts, inputs, outputs], or as codes, [experts, outputs,
-    groups of inputs]. With codes, `part` is at multiples of GROUP."""
+    """Record, by calls `cut(name, whole, *ranges, dim=0)`, the range `part` of the intermediate
+    size `size` of experts with biases and interleaved gate and up: plain, [experts, inputs,
+    outputs], or as codes, [experts, outputs, groups of inputs]. With codes, `part` is at multiples
+    of GROUP."""
     pairs = 2 * part[0], 2 * part[1]
     cut("experts.gate_up_proj", 2 * size, pairs, dim=2)
     cut("experts.gate_up_proj_bias", 2 * size, pairs, dim=1)

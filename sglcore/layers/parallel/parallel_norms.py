@@ -11,10 +11,11 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 
 
 class SharedNorm(RMSNorm):
-    """Root mean square norm of a row that is split over all ranks.
+    """Root mean square norm of a row that is split over all ranks of a group. All ranks of the
+    group must call the norm.
 
     Each rank has the same number of elements. If elements are replicated, each element is on the
-    same number of ranks.
+    same number of ranks. `add` takes no residual.
     """
 
     __slots__ = ("_group",)
@@ -39,7 +40,9 @@ class SharedGroupNorm:
     __slots__ = ("_group", "_groups")
 
     def __init__(self, groups: int, group: AnyGroup) -> None:
-        """Each rank's part of a row belongs to one group."""
+        """`groups`: groups of a row, a divisor of the size of the process group `group`. Each
+        rank's part of a row belongs to one of them.
+        """
         self._groups, self._group = groups, group
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:

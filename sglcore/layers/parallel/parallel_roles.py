@@ -40,7 +40,9 @@ class Section:
         return self.count * self.size
 
     def part(self, shard: Shard) -> Range:
-        """Return the range of a rank's outputs within this section."""
+        """Return the range of a rank's outputs, counted from the start of this section. Raises
+        ConfigError if the units do not divide evenly and are not `shared`.
+        """
         first, last = shard.kv_heads(self.count) if self.shared else shard.part(self.count)
         return first * self.size, last * self.size
 
@@ -77,7 +79,9 @@ def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) 
 
 
 def of_attention(config: ModelConfig, has_gate: bool = False) -> tuple[Section, ...]:
-    """Return the sections of queries, keys and values, and perhaps a gate for each query."""
+    """Return the sections of queries, keys and values, and with `has_gate` of a gate for each
+    element of the queries.
+    """
     queries = Section(config.num_attention_heads, config.head_dim)
     keys = Section(config.num_key_value_heads, config.head_dim, shared=True)
     return (queries, keys, keys, *((queries,) if has_gate else ()))
@@ -117,7 +121,7 @@ def kept(divided: Sequence[Section], shard: Shard) -> tuple[Range, ...]:
 
 def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[tuple[Range, ...], ...]:
     """Return `ranges` of the outputs of a product as ranges within each of its `parts` (name,
-    outputs)."""
+    outputs): one tuple per part, empty if no range meets it."""
     found, start = [], 0
     for _, count in parts:
         inside = [(max(first, start), min(last, start + count)) for first, last in ranges]
@@ -127,7 +131,7 @@ def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[
 
 
 def runs(places: Sequence[int]) -> tuple[Range, ...]:
-    """Return the ranges [first, last) of consecutive numbers in `places`, which are ascending."""
+    """Return `places`, which are ascending, as ranges [first, last) of consecutive numbers."""
     found: list[Range] = []
     for place in places:
         if found and found[-1][1] == place:

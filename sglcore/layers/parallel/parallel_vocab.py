@@ -18,13 +18,16 @@ class SharedEmbedding:
     __slots__ = ("_first", "_group", "_rows", "own")
 
     def __init__(self, own: Embedding, part: Range, group: AnyGroup) -> None:
-        """`own` has the rows `part` of the vocabulary."""
+        """`own` has the rows [first, last) `part` of the vocabulary; ids that it takes count from
+        `first`.
+        """
         self.own = own
         self._first, self._rows = part[0], part[1] - part[0]
         self._group = group
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """int [T] to [T, size]."""
+        """Ids int [T] to rows [T, size], on every rank. All ranks must call it with the same ids.
+        """
         places = ids - self._first
         elsewhere = (places < 0) | (places >= self._rows)
         rows = self.own(places.masked_fill_(elsewhere, 0))
@@ -38,7 +41,9 @@ class SharedEmbedding:
         return self(batch.input_ids)
 
     def row(self, index: int) -> Tensor:
-        """Return row `index`, [size]."""
+        """Return row `index`, [size], on every rank, with the embedding's scale. All ranks must
+        call it.
+        """
         return self(torch.tensor([index], dtype=torch.int32, device=self.own.weight.device))[0]
 
 
@@ -53,7 +58,9 @@ class SharedHead:
         self._own, self._vocab_size, self._group = own, vocab_size, group
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, H] to float32 [N, vocab], on every rank."""
+        """[N, H] to float32 [N, vocab], on every rank. All ranks must call it with the same
+        `hidden`.
+        """
         parts = self._group.all_gather(self._own(hidden).contiguous())
         whole = torch.cat(tuple(parts), dim=-1)
         return whole[:, : self._vocab_size].contiguous()

@@ -30,7 +30,8 @@ class Summed:
 
 
 def bias_once(build: Scope, bias: Tensor | None, group: AnyGroup) -> None:
-    """Zero the bias of a summed layer on all ranks of `group` but rank 0, once it is loaded.
+    """Zero the bias of a summed layer on all ranks of `group` but rank 0, once it is loaded, so
+    that the sum adds it once. None: there is no bias.
 
     Every rank declares and loads the bias, so that all ranks read the same tensors.
     """

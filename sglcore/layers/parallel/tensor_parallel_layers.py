@@ -99,8 +99,8 @@ class ShardedBuild(Scope):
         return Shard(self._every.tp.rank, self._every.tp.size)
 
     def own(self, config: ModelConfig | None = None) -> Build:
-        """Return a single-rank `Build` in this scope, with this configuration (None: the
-        model's)."""
+        """Return a single-rank `Build` in this scope, with this configuration (None: the model's).
+        It shares this build's weights and has no `given`."""
         given = {each.name: getattr(self, each.name) for each in fields(Scope)}
         return Build(**(given if config is None else {**given, "config": config}))
 
@@ -111,26 +111,29 @@ class ShardedBuild(Scope):
 
     def _cut_rows(self, name: str, whole: int, *ranges: Range) -> tuple[str, int]:
         """Cut the weight and the bias of a linear layer; return its name and the number of rows
-        here."""
+        here. `whole`: the rows in the checkpoint, `ranges`: this rank's."""
         for kind in ("weight", "bias"):
             self.cut(f"{name}.{kind}", whole, *ranges)
         return name, sum(last - first for first, last in ranges)
 
     def _cut_parts(self, parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> list[tuple[str, int]]:
-        """Cut each of several fused layers to this rank's ranges of all their outputs."""
+        """Cut each of several fused layers to this rank's ranges of all their outputs,
+        concatenated. Returns (name, rows on this rank) of each.
+        """
         each = zip(parts, by_part(parts, ranges), strict=True)
         return [self._cut_rows(name, count, *own) for (name, count), own in each]
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return an elementwise function, for this rank's part of the intermediate size; see
-        `layer_kinds.Build.activation`."""
+        """Return an elementwise function, for this rank's part of the intermediate size: "gelu",
+        "relu2", "sigmoid" or "tanh". Raises `ConfigError` for any other name."""
         return self.own(
             replace(self.config, intermediate_size=self.config.intermediate_size // self.shard.size)
         ).activation(name)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
         """Return x W^T + b, divided by its inputs or outputs as `parallel_roles` decides from its
-        name; whole on every rank without a rule. Divided by inputs, the result is all-reduced."""
+        name; whole on every rank without a rule. Divided by outputs, the result is this rank's
+        part. Divided by inputs, it is all-reduced, with the bias added once."""
         if not is_by_inputs(self.prefix, name):
             return self._outputs(
                 ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
@@ -144,16 +147,16 @@ class ShardedBuild(Scope):
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Return several layers as one product, with outputs divided by `sections`, or as queries,
-        keys and values; products in `WHOLE` are not divided. Raises `ConfigError` if nothing
-        fits."""
+        """Return several layers, `parts` (name, outputs in the checkpoint), as one product with
+        this rank's outputs, with outputs divided by `sections`, or as queries, keys and values;
+        products in `WHOLE` are not divided. Raises `ConfigError` if nothing fits."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         return self._outputs(parts, inputs, bias, divided, interleaved)
 
     def _heads_of(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
         """Return the sections of queries, keys and values, and perhaps gates. They are recognised
-        by their sizes, because their names differ by model. Raises `ConfigError` if no sizes
-        fit."""
+        by their sizes, because their names differ by model. Empty for products in `WHOLE`, which
+        are not divided. Raises `ConfigError` if no sizes fit."""
         total = sum(count for _, count in parts)
         found = (of_attention(self.config, has_gate) for has_gate in (False, True))
         fits = next((each for each in found if sum(section.outputs for section in each) == total), ())
@@ -169,15 +172,18 @@ class ShardedBuild(Scope):
         divided: Sequence[Section],
         interleaved: Sequence[str] = (),
     ) -> Linear:
-        """Return one product with this rank's part of the outputs of each section."""
+        """Return one product with this rank's part of the outputs of each section of `divided`;
+        with all outputs if `divided` is empty.
+        """
         own = self._cut_parts(parts, kept(divided, self.shard)) if divided else parts
         return self.own().fused(own, inputs, bias, interleaved)
 
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> OrderedLinear:
-        """Return `fused` with its outputs in this order; the sections by which it is divided refer
-        to the new order."""
+        """Return the product of `fused` with this rank's part of the outputs, in this order: the
+        whole product's output i is the checkpoint's output order[i]. The sections by which it is
+        divided refer to the new order."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         wanted = [order[place] for first, last in kept(divided, self.shard) for place in range(first, last)]
         rows = sorted(wanted)
@@ -186,15 +192,18 @@ class ShardedBuild(Scope):
         return self.own().ordered(own, inputs, [place_of[row] for row in wanted], bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
-        """Return a linear layer for each of this rank's groups of inputs; see
-        `layer_kinds.Build.grouped`."""
+        """Return a linear layer for each of this rank's groups: [T, own groups * inputs] to [T, own
+        groups * outputs]. `groups` counts those of all ranks and must divide evenly; otherwise
+        raises `ConfigError`."""
         first, last = self.shard.part(groups)
         self.cut(f"{name}.weight", groups * outputs, (first * outputs, last * outputs))
         return self.own().grouped(name, last - first, inputs, outputs)
 
     @property
     def _held(self) -> ModelConfig:
-        """The model's configuration with the numbers of heads on this rank."""
+        """The model's configuration with the numbers of query heads and key-value heads on this
+        rank.
+        """
         shard, config = self.shard, self.config
         first, last = shard.part(config.num_attention_heads)
         first_kv, last_kv = shard.kv_heads(config.num_key_value_heads)
@@ -211,7 +220,7 @@ class ShardedBuild(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Return attention over this rank's heads; arguments as in `layer_kinds.Build.attention`.
+        """Return attention over this rank's heads; the arguments are those of `AttentionLayer`.
         With `whole_norm`, norms all-reduce their mean squares."""
         if sinks:
             self.cut("sinks", self.config.num_attention_heads, self.shard.part(self.config.num_attention_heads))
@@ -228,8 +237,9 @@ class ShardedBuild(Scope):
     def latent_attention(
         self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> LatentAttention:
-        """Return latent attention with this rank's heads. Every rank keeps all cache entries and
-        the whole indexer."""
+        """Return latent attention with this rank's heads; the arguments are those of
+        `LatentAttention`, and `projections` returns this rank's queries. Every rank keeps all cache
+        entries and the whole indexer."""
         heads = Section(self.config.num_attention_heads, latent.nope_dim + latent.value_dim)
         self.cut("kv_b_proj.weight", heads.outputs, heads.part(self.shard))
         return self.own(self._held).latent_attention(layer_id, rotary, latent, projections, output)
@@ -242,16 +252,18 @@ class ShardedBuild(Scope):
         rotary: Tensor,
         projections: OfAttention,
     ) -> CompressedAttention:
-        """Return compressed attention with this rank's heads. Every rank keeps all cache entries,
-        and the whole compressor and indexer."""
+        """Return compressed attention with this rank's heads; `net` has the heads of all ranks,
+        `projections` are those of this rank's heads. Every rank keeps all cache entries, and the
+        whole compressor and indexer."""
         first, last = self.shard.part(net.heads)
         self.cut("sinks", net.heads, (first, last))
         local = replace(net, heads=last - first)
         return self.own().compressed_attention(layer_id, local, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
-        """Return `layer_kinds.Build.gated_delta_net` for this rank's heads; the rank keeps the
-        states of these heads."""
+        """Return a gated delta rule layer for this rank's heads; the rank keeps the states of these
+        heads. `net` has the heads of all ranks; `projection` and `output` are those of this rank's
+        heads."""
         keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
         self._cut_rows("conv1d", 2 * net.keys + net.values, *kept((keys, keys, values), self.shard))
         first, last = self.shard.part(net.value_heads)
@@ -261,7 +273,8 @@ class ShardedBuild(Scope):
         return self.own().gated_delta_net(state_id, local, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
-        """Return `layer_kinds.Build.mamba2` for this rank's heads.
+        """Return a Mamba 2 layer for this rank's heads. `space` has the heads of all ranks;
+        `projection` and `output` are those of this rank's heads.
 
         With fewer groups than ranks, the norm of a group all-reduces its mean squares over the
         ranks of `attn_tp`.
@@ -279,7 +292,9 @@ class ShardedBuild(Scope):
         return own
 
     def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
-        """Return `layer_kinds.Build.short_conv` for this rank's channels."""
+        """Return a short convolution between two gates for this rank's part of the hidden size;
+        `projection` and `output` are those of this part.
+        """
         size = self.config.hidden_size
         first, last = self.shard.part(size)
         self._cut_rows("conv", size, (first, last))
@@ -289,14 +304,17 @@ class ShardedBuild(Scope):
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Block:
         """Return the gated feed-forward block with this rank's part of the intermediate size, and
-        its reduction; arguments as in `layer_kinds.Build.mlp`."""
+        its reduction, so that every rank gets the whole result. `size` is that of all ranks;
+        `fused` names one weight with the rows of gate, then those of up; empty: two weights."""
         part = self._cut_mlp(name, size, fused)
         own = self.own().mlp(name, part[1] - part[0], bias, fused)
         bias_once(self, own.down_proj.bias, self._every.tp)
         return ended(own, self._every)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> Block:
-        """Return `mlp` with factors clamped to `limit`; see `layer_kinds.Build.limited_mlp`."""
+        """Return the gated feed-forward block of `mlp` with gate at most `limit`, and up from
+        -`limit` to `limit`. `size` is that of all ranks.
+        """
         part = self._cut_mlp(name, size)
         return ended(self.own().limited_mlp(name, part[1] - part[0], limit), self._every)
 
@@ -318,10 +336,10 @@ class ShardedBuild(Scope):
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> Block:
-        """Return routed experts: whole experts on each rank (expert parallel, gated experts only),
-        or this rank's part of every expert's intermediate size (tensor parallel). Raises
-        `ConfigError` for other experts with expert parallel, and if a group of codes would be
-        split."""
+        """Return routed experts, [T, H] to the whole sum [T, H] on every rank: whole experts on
+        each rank (expert parallel, gated experts only), or this rank's part of every expert's
+        intermediate size (tensor parallel). Raises `ConfigError` for other experts with expert
+        parallel, and if a group of MXFP4 codes would be split."""
         if self._every.has_experts_whole:
             self._refuse_whole(spec)
             return dispatched(self.own().at(name), moe, spec, routing, self._every)
@@ -344,8 +362,9 @@ class ShardedBuild(Scope):
             )
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
-        """Return an embedding with this rank's part of the vocabulary, or the layer in `given`;
-        tables with another number of rows are whole on every rank."""
+        """Return an embedding with this rank's part of the vocabulary, which returns whole rows, or
+        the layer in `given`; tables with another number of rows than the vocabulary are whole on
+        every rank."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         if rows != self.config.vocab_size:
@@ -355,8 +374,9 @@ class ShardedBuild(Scope):
         return SharedEmbedding(Embedding(scope, part[1] - part[0], size, scale), part, self._ranks)
 
     def head(self, name: str, rows: int, size: int, tied: SharedEmbedding | None = None) -> SharedHead:
-        """Return the output layer with this rank's part of the vocabulary, or the layer in `given`;
-        arguments as in `layer_kinds.Build.head`."""
+        """Return the output layer with this rank's part of the vocabulary, which returns the logits
+        of all `rows` on every rank, or the layer in `given`. `tied` is the embedding with the
+        weight; None: a weight of its own."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         scope, part = self.at(name), self.shard.vocabulary(rows)

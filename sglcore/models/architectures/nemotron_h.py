@@ -48,12 +48,15 @@ class NemotronHLayer:
     __slots__ = ("norm", "self_attn")
 
     def __init__(self, build: Build, mixer: Mixer, offset: float | None) -> None:
-        """`offset` is that of `Build.norm`."""
+        """`offset` is added to the norm's weight (`Build.norm`)."""
         self.norm = build.norm("norm", build.config.hidden_size, offset)
         self.self_attn = mixer
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """Map `hidden` and `residual` as `AnyLayer` defines."""
+        """Return the mixer's output [T, H] and the residual sum [T, H] without it, from `hidden`
+        and `residual` before this layer (`residual` None before the first). Both arguments may be
+        overwritten.
+        """
         hidden, residual = self.norm.add(hidden, residual)
         return self.self_attn(hidden, batch), residual
 

@@ -18,7 +18,9 @@ class NormAfterLayer:
     __slots__ = ("mlp", "post_attention_layernorm", "post_feedforward_layernorm", "self_attn")
 
     def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer, offset: float | None) -> None:
-        """`offset` is that of `Build.norm`."""
+        """`self_attn` maps hidden states and a batch to hidden states; `offset` is added to the
+        norms' weights (`Build.norm`).
+        """
         size = build.config.hidden_size
         self.self_attn = self_attn
         self.post_attention_layernorm = build.norm("post_attention_layernorm", size, offset)
@@ -26,7 +28,9 @@ class NormAfterLayer:
         self.post_feedforward_layernorm = build.norm("post_feedforward_layernorm", size, offset)
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
-        """Return the residual sum [T, H] after this layer; `hidden` is the whole sum before it."""
+        """Return the residual sum [T, H] after this layer; `hidden` is the whole sum before it.
+        There is no separate residual.
+        """
         hidden = hidden + self.post_attention_layernorm(self.self_attn(hidden, batch))
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden)), None
 

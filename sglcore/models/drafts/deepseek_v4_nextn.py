@@ -37,7 +37,9 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map names of the first MTP layer to a model's own names, all others to `target.*`."""
+        """Map names of the first MTP layer to a model's own names, all others to `target.*`, which
+        is not read.
+        """
         part = re.sub(r"^mtp\.0\.(?!emb\.|head\.)", "", name)
         if part == name:
             return f"target.{name}"
@@ -45,7 +47,8 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
         return super().own_name(f"layers.0.{part}" if is_layer else part)
 
     def __call__(self, batch: Batch) -> Array:
-        """Return the draft's own features [T, n * H], as `Drafts` defines; all n streams."""
+        """Return the draft's own features [T, n * H], all n streams, from which drafting continues.
+        """
         return self.run_layers(self.join(batch), 0, len(self.layers)).hidden.flatten(1)
 
     def join(self, batch: Batch) -> LayerState:
@@ -64,6 +67,8 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
 
 
 def next_token_config(config: ModelConfig) -> ModelConfig:
-    """Return the configuration of `DeepseekV4NextN`, from that of the model in the checkpoint."""
+    """Return the configuration of `DeepseekV4NextN`, from that of the model in the checkpoint: one
+    layer, and the number of the model's layers as the word `target_layers`.
+    """
     words, windows = {**config.words, "target_layers": config.num_hidden_layers}, config.sliding_windows[:1]
     return replace(config, architecture=ARCHITECTURE, num_hidden_layers=1, sliding_windows=windows, words=words)

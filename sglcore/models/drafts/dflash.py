@@ -53,7 +53,8 @@ class BlockAttention(SelfAttention):
 
 
 class DFlashDraftModel(Drafts, LlamaForCausalLM):
-    """A DFlash draft. The tokens of a batch are blocks: a root and then mask tokens.
+    """A DFlash draft. Tokens before a block reach it only by `inject`. The tokens of a batch are
+    blocks: a root and then mask tokens.
 
     `words` of the configuration have `aux_layers`, `block_size`, `mask_token_id` and
     `target_hidden_size`, the width of the features of each layer.
@@ -105,7 +106,8 @@ def is_dflash(names: Collection[str]) -> bool:
 
 
 def dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `DFlashDraftModel` needs in addition to the configuration.
+    """Return the words that `DFlashDraftModel` needs in addition to the configuration:
+    `aux_layers`, `block_size`, `mask_token_id` and `target_hidden_size`.
 
     Raises ConfigError for sliding-window layers and for a draft that does not fit the target.
     """

@@ -71,5 +71,7 @@ def lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str)
 
 
 def unfit(folder: Path, name: str, found: object, wanted: str) -> NoReturn:
-    """Raise ConfigError: a value of the configuration does not fit the target."""
+    """Raise ConfigError: a value of the configuration does not fit the target. `found` is the value
+    of `name`, `wanted` a text that says what would fit.
+    """
     raise ConfigError(f"{folder / 'config.json'} has {name} = {found}", wanted=wanted, remedy=OTHER)

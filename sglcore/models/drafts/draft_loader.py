@@ -96,8 +96,8 @@ def checkpoint_of(kind: str) -> DraftCheckpoint:
 
 
 def draft_classes() -> dict[str, Ref]:
-    """Return the classes of drafts, by kind or architecture. No registry has them: most files name
-    the architecture of the target."""
+    """Return the classes of drafts as `module:class`, by kind or architecture. No registry has
+    them: most files name the architecture of the target."""
     return {
         **{kind: checkpoint_of(kind).model for kind in BY_TENSORS},
         MTP: "sglcore.models.drafts.mtp:NextToken",
@@ -183,7 +183,8 @@ def _standalone(
     config: EngineConfig, folder: Path, target: Architecture, *, ledger: DecisionLedger, **given: Any
 ) -> Draft:
     """Load any model that generates text as the draft model. Raises ConfigError unless it has the
-    target's vocabulary size and, if both have a `tokenizer.json`, the same token ids."""
+    target's vocabulary size and, if both have a `tokenizer.json`, the same token ids. `given` goes
+    to `load_checkpoint`, and its errors are raised too."""
     found = read_config(folder)
     same(folder, "vocab_size", found.vocab_size, target.config.vocab_size)
     ours, theirs = (_tokens(each) for each in (folder, target.config.path))
@@ -199,9 +200,10 @@ def _standalone(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return a `config.json`; for the library speculators with its layer's words at the top level.
+    """Return the words of a draft's `config.json`; those of a nested layer or of `text_config`, if
+    there is one, are at the top level.
 
-    Raises ConfigError for a kind or a layer that is not supported.
+    Raises ConfigError for a kind or a layer of the library speculators that is not supported.
     """
     raw = read_json(folder / "config.json")
     if BACKBONE in raw:
@@ -228,7 +230,8 @@ def _unserved(raw: Mapping[str, Any]) -> tuple[str, str, str] | None:
 def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineConfig) -> ModelConfig:
     """Return the configuration from which the class of this kind is built.
 
-    Raises ConfigError for a draft of another kind and for one that does not fit the target.
+    `asked` decides how many MTP layers are used. Raises ConfigError for a draft of another kind and
+    for one that does not fit the target.
     """
     found = kind_of(folder)
     if found != kind:
@@ -261,10 +264,12 @@ def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineCo
 
 
 def _heads(folder: Path, found: int, config: EngineConfig) -> int:
-    """Return the number of MTP layers to use, of the `found` layers in the checkpoint.
+    """Return the number of MTP layers to use, of the `found` layers in the checkpoint: one for each
+    requested draft token (DRAFT_TOKENS if the number is not requested), at most `found`; 1 for
+    trees.
 
-    With one layer, or for trees, that layer drafts all tokens. Raises ConfigError if there are
-    several layers but fewer than the requested draft tokens.
+    With 1, that layer drafts all tokens. Raises ConfigError if there are several layers but fewer
+    than the requested draft tokens.
     """
     tokens = config.draft_tokens
     if config.draft_width > 1:
@@ -278,7 +283,9 @@ def _heads(folder: Path, found: int, config: EngineConfig) -> int:
 
 
 def _shapes(folder: Path) -> Shapes:
-    """Return the shapes of all tensors in a folder, from the headers of the files."""
+    """Return the shapes of all tensors in a folder's safetensors files, by name, from the headers
+    of the files.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for path in checkpoint_files(folder):
         with closing(SafetensorsFile(path)) as file:

@@ -43,7 +43,7 @@ class NoNorm:
         return x
 
     def add(self, x: Array, residual: Array | None) -> tuple[Array, Array]:
-        """Return residual + x twice, without a norm; see `Norm.add`."""
+        """Return residual + x twice, without a norm; `residual` None counts as 0."""
         summed = x if residual is None else x + residual
         return summed, summed
 
@@ -80,12 +80,13 @@ class EagleForCausalLM(Drafts, LlamaForCausalLM):
 
 
 def is_eagle(names: Collection[str]) -> bool:
-    """Return whether tensors of these names are an EAGLE draft."""
+    """Return whether tensors of these names are an EAGLE-1 or EAGLE-2 draft."""
     return "fc.weight" in names and not any(name.endswith("hidden_norm.weight") for name in names)
 
 
 def eagle_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `EagleForCausalLM` needs in addition to the configuration."""
+    """Return the words that `EagleForCausalLM` needs in addition to the configuration: `fc_bias`.
+    """
     return {"fc_bias": "fc.bias" in shapes}
 
 

@@ -44,8 +44,8 @@ class Eagle3Layer:
         self.is_normed = build.config.words.get("norm_before_residual", False)
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """Map the embedded tokens `hidden` [T, H] and the batch's features to the `hidden` and
-        `residual` after this layer, as `AnyLayer` defines them.
+        """Map the embedded tokens `hidden` [T, H] and the batch's features to the feed-forward's
+        output [T, H], and the residual sum [T, H] without that output.
 
         Does not read `residual` and does not change the batch's features.
         """
@@ -80,7 +80,9 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Rename older names of norms and layers; drop `t2d`, which repeats `d2t`."""
+        """Rename older names of norms and layers; move `t2d`, which repeats `d2t`, to `target.*`,
+        which is not read.
+        """
         for place, norm in enumerate(AUX_NORMS):
             name = name.replace(f"{norm}.", f"fc_norm.{place}.")
         return "target.t2d" if name == "t2d" else super().own_name(name.replace("midlayer.", "layers.0."))
@@ -136,8 +138,8 @@ def is_eagle3(names: Collection[str]) -> bool:
 
 
 def shared(shapes: Shapes) -> Mapping[str, str]:
-    """Return the target's parts that the draft's files do not have, by the draft's names; see
-    `DraftCheckpoint.shared`."""
+    """Return the target's parts that the draft uses because its files do not have them: the draft's
+    module name of each, and EMBEDDING or HEAD."""
     return {name: part for name, part in SHARED.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
 
 
@@ -169,10 +171,13 @@ def eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> d
 
 
 def aux_layers_of(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:
-    """Return the target's layers before which the draft takes the residual sum.
+    """Return the target's layers, from 0, before which the draft takes the residual sum, ascending.
+    Without ids in the configuration they are 2, `layers` / 2 and `layers` - 3; empty if the draft
+    takes the last hidden states. `width`: elements of the target's features.
 
     The ids in a configuration name the layer before the sum. In configurations by the library
-    speculators they name the layer after it.
+    speculators they name the layer after it. Raises ConfigError for ids that do not fit `layers` or
+    the columns of `fc.weight`.
     """
     eagle = config.words.get("eagle_config", {})
     if not eagle.get("use_aux_hidden_state", True):

@@ -21,21 +21,24 @@ class FrozenBuild(Build, Protocol):
     """The kinds of layers that only such a draft has."""
 
     def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Any:
-        """As `Build.rotary`, for heads of `head_dim` elements (None: the configuration's)."""
+        """Return the rotary embedding `rope` (None: the configuration's) for heads of `head_dim`
+        elements (None: the configuration's).
+        """
         ...
 
     def frozen_attention(self, cells: FrozenCells, rotary: Any, scaling: float) -> Attention:
         """Return attention over another model's KV slots: [T, heads * head_dim] to the same shape.
 
-        Queries pass `q_norm` of this scope, then `rotary`.
+        `cells` names the other model's layer. Queries pass `q_norm` of this scope, then `rotary`;
+        `scaling` is the factor of scores. Nothing is stored.
         """
         ...
 
     def chosen_head(self, name: str, groups: int, most: int, head: Layer) -> Layer:
         """Return an output layer: [T, size] to float32 [T, vocab], the logits of `head`.
 
-        Logits are -inf for tokens outside the `most` groups that `centroids` of this module select.
-        `token_ordering` lists the tokens group by group.
+        Logits are -inf for tokens outside the `most` groups (of `groups`, equal in size) that
+        `centroids` of this module select. `token_ordering` lists the tokens group by group.
         """
         ...
 
@@ -45,7 +48,9 @@ class FrozenBuild(Build, Protocol):
 
 
 class AssistantLayer:
-    """Attention and feed-forward, each between two norms, and a number that multiplies the sum."""
+    """Attention and feed-forward, each between two norms, and a number that multiplies the sum
+    after both.
+    """
 
     __slots__ = ("attention", "mlp", "norms", "o_proj", "q_proj", "scale")
 
@@ -132,7 +137,8 @@ def is_frozen(names: Collection[str]) -> bool:
 
 
 def shared(shapes: Shapes) -> Mapping[str, str]:
-    """Return the draft's name of the target's embedding; see `DraftCheckpoint.shared`.
+    """Return the one part of the target that the draft uses, its embedding, by the draft's name for
+    it.
 
     The output layer is the draft's own.
     """

@@ -49,11 +49,14 @@ class Names(NamedTuple):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """The parts around the decoder layer, with the names that this package uses."""
+        """The parts around the decoder layer: the checkpoint's name of each, and the name that this
+        package uses.
+        """
         return {self.token_norm: "enorm", self.hidden_norm: "hnorm", self.proj: "eh_proj", self.norm: "norm"}
 
     def prefixes(self, names: Collection[str], layers: int) -> tuple[str, ...]:
-        """Return the prefix of each MTP layer of a checkpoint, in order.
+        """Return the prefix of each MTP layer of a checkpoint, in order; empty if it has none under
+        these names.
 
         `names` are the checkpoint's tensors, `layers` is the number of the model's own layers.
         """
@@ -116,7 +119,9 @@ class Predictor:
     """One MTP layer with its two norms and its projection: a model as runners take it."""
 
     def __init__(self, build: Build, model: CausalLM, names: Names, index: int) -> None:
-        """`model` has the decoder layers of all predictors. Predictor 0 uses the model's norm."""
+        """`model` has the decoder layers of all predictors; `index`, from 0, is this one's layer.
+        Predictor 0 uses the model's norm.
+        """
         size, scope = build.config.hidden_size, build.at("model") if not index else build.at("model", "heads", index)
         self.model, self.names, self.index = model, names, index
         self.enorm, self.hnorm = (scope.norm(name, size, model.norm_offset) for name in ("enorm", "hnorm"))
@@ -170,7 +175,9 @@ class NextToken(Architecture):
         self.attention_layers = self.model.attention_layers
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """Map the tensors of the MTP layers to a model's own names, all others to `target.*`."""
+        """Map the tensors of the MTP layers to a model's own names, all others to `target.*`, which
+        is not read.
+        """
         return {name: self._own_name(name) for name in shapes}
 
     def _own_name(self, name: str) -> str:

@@ -25,16 +25,16 @@ _BASE = 512
 
 
 def key_columns(positions: Tensor) -> Tensor:
-    """int [T] to float32 [T, COLUMNS]: the digits of positions; the lower one is from -256 to
-    255."""
+    """Positions int [T] below FARTHEST to float32 [T, COLUMNS]: their two digits in base 512, high
+    and low, twice; the lower one is from -256 to 255."""
     high = (positions + _BASE // 2) // _BASE
     digits = torch.stack((high, positions - high * _BASE), -1)
     return torch.cat((digits, digits), -1).float()
 
 
 def query_columns(slopes: Sequence[float], scaling: float) -> Tensor:
-    """Slopes of heads to float32 [heads, 1, COLUMNS], divided by `scaling`, with which scores are
-    multiplied afterwards."""
+    """Slopes, one for each head, to float32 [heads, 1, COLUMNS], divided by `scaling`, with which
+    scores are multiplied afterwards."""
     wanted = torch.tensor(slopes, dtype=torch.float64) / scaling
     first = wanted.bfloat16().double()
     second = (wanted - first).bfloat16().double()
@@ -55,7 +55,7 @@ def wide_head(head_dim: int) -> int:
 
 def slopes_of(bias: Tensor, heads: int, times: float) -> tuple[float, ...] | None:
     """Return the slopes of a bias [..., heads, 1, P] for P keys, multiplied by `times`; None if it
-    is not linear in the position."""
+    is not linear in the position, or not the same for all queries."""
     if bias.shape[-2] != 1 or bias.numel() != heads * bias.shape[-1]:
         return None
     rows = bias.double().view(heads, -1)

@@ -28,9 +28,10 @@ do not run without."""
 
 class PagedAttention:
     """Callable from queries, keys and values of one attention call of a module to its output, over
-    the paged pool. `turn`: the rotary embedding that the module applied or leaves to this call.
-    `stores` is False if another call of the forward stores the same keys and values in the layer's
-    KV slots. `places` and `slopes`: the positions and slopes of an ALiBi bias."""
+    the paged pool. `turn`: the rotary embedding that the module applied or leaves to this call;
+    None: none is known. `stores` is False if another call of the forward stores the same keys and
+    values in the layer's KV slots. `places` and `slopes`: the positions and slopes of an ALiBi
+    bias; `slopes` None: there is no bias."""
 
     __slots__ = (
         "_columns",
@@ -77,7 +78,8 @@ class PagedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Map query [1, heads, T, dim], key and value [1, kv_heads, T, at most dim] to [1, T,
-        heads, the value's dim]."""
+        heads, the value's dim]. Stores keys and values in the KV slots of the step's tokens if
+        `stores`."""
         wide, size = self._wide, value.shape[3]
         if self._columns is not None:
             query, key = widened(query, self._columns), widened(key, self._places.columns)
@@ -117,7 +119,9 @@ class Several:
         self._next = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with the next of the module's calls; as `PagedAttention.__call__`."""
+        """Attend with the next of the module's calls: query [1, heads, T, dim], key and value [1,
+        kv_heads, T, at most dim] to [1, T, heads, the value's dim].
+        """
         self._next += 1
         return self._calls[self._next - 1](query, key, value)
 
@@ -167,12 +171,16 @@ def attend(
 
 
 def make_zeros(batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any) -> Tensor:
-    """Return a mask that hides nothing: bool [batch, 1, T, T], expanded from one element."""
+    """Return a mask that hides nothing: bool [batch_size, 1, q_length, kv_length], all False,
+    expanded from one element.
+    """
     return torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
 
 
 def _rows(part: Tensor, wide: int) -> Tensor:
-    """Map [1, heads, T, dim] to [T, heads * wide]; narrower heads are padded with zeros."""
+    """Map [1, heads, T, dim] to [T, heads * wide]; narrower heads are padded with zeros. The result
+    may be a view.
+    """
     _, heads, tokens, size = part.shape
     if size != wide:
         part, size = pad(part, (0, wide - size)), wide

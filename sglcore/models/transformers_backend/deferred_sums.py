@@ -47,7 +47,9 @@ class Sum(Tensor):
 
     @classmethod
     def of(cls, residual: Tensor, addend: Addend) -> Sum:
-        """Make the sum of a tensor [1, T, H] and an addend, both of one dtype."""
+        """Make the sum of a tensor [1, T, H] and an addend, both of one dtype, without computing
+        it.
+        """
         made = addend.as_subclass(cls)
         made.residual, made.addend, made.total = _rows(residual), addend.rows, None
         return made
@@ -67,7 +69,7 @@ def added(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[1, T, H] to [T, H]; computes a `Sum` at the first call."""
+    """[1, T, H] to [T, H]; computes a `Sum` at the first call and keeps its `total`."""
     if type(x) is not Sum:
         return x.rows if type(x) is Addend else x[0]
     if x.total is None:

@@ -84,7 +84,9 @@ class Own:
         module.__class__ = type(self._kind.__name__, (OwnAttention, self._kind), {})
 
     def between(self, args: Any, named: Any) -> Between | Traced:
-        """Return the torch function mode for one call of the module with these arguments."""
+        """Return the torch function mode for one call of the module with these arguments, and
+        remember them in a walk. Inside the mode, the engine computes attention.
+        """
         if torch.compiler.is_compiling() and self._numbers is not None:
             return Traced(self._attend, self._numbers)
         if any(isinstance(each, Tensor) and each.is_meta for each in (*args, *named.values())):
@@ -330,7 +332,7 @@ class _ReachedError(Exception):
 
 def _far_biases(model: PreTrainedModel, owns: Sequence[Own]) -> list[Tensor]:
     """Return each module's bias for `FAR_TOKENS` tokens. Modules may share one; the forward ends
-    after the last distinct bias."""
+    after the last distinct bias. Raises `ConfigError` if a module is not reached."""
     keys = [(memory(own.bias), own.bias.storage_offset()) for own in owns]
     firsts = [keys.index(key) for key in keys]
     found: dict[int, Tensor] = {}

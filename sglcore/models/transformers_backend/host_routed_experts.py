@@ -48,7 +48,9 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _asks(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the argument names of a class's forward."""
+    """Return the argument names of a class's forward, `self` included; empty if it is not a Python
+    function.
+    """
     forward = kind.forward
     return tuple(inspect.signature(forward).parameters) if isinstance(forward, FunctionType) else ()
 
@@ -76,8 +78,9 @@ _FORMS: Mapping[frozenset[str], tuple[One, Callable[[Any], int]]] = MappingProxy
 def _routed(
     module: nn.Module, one: One, count: Callable[[Any], int], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum [.., H] of the experts `top_k_index` [T, K] for hidden [.., H]. For
-    an index past the last expert, the row itself counts as the expert's output."""
+    """Return the weighted sum [.., H] of the experts `top_k_index` [T, K] for hidden [.., H]. `one`
+    computes one expert, `count` returns the module's number of experts. For an index past the last
+    expert, the row itself counts as the expert's output."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     x, experts = hidden.reshape(-1, hidden.shape[-1]), count(module)

@@ -18,7 +18,9 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class Product:
-    """Linear layers (name, layer) with a common input, computed as one product."""
+    """Linear layers (name, layer) with a common input, computed as one product. Before `place`,
+    results have undefined content.
+    """
 
     def __init__(self, linears: Sequence[tuple[str, nn.Linear]]) -> None:
         first = linears[0][1]
@@ -30,7 +32,7 @@ class Product:
         self._split: Sequence[Tensor] = ()
 
     def place(self, build: Build) -> Linear:
-        """Declare the weights, and choose the kernel."""
+        """Declare the weights, and choose the kernel; return the layer that computes."""
         self.linear = made = Linear(build, self.parts, self.inputs, self.has_bias)
         return made
 
@@ -57,7 +59,9 @@ class Product:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b over any leading dimensions, alone or as a part of a `Product`."""
+    """y = x W^T + b over any leading dimensions, alone or as a part of a `Product`. Before `place`,
+    results have undefined content.
+    """
 
     part = 0
     is_addend = False
@@ -105,7 +109,9 @@ Activation = Entry[Callable[[Tensor], Tensor]]
 
 
 class GatedBlock(nn.Module):
-    """down(activation(gate(x)) * up(x)); `gate_up` is the product of gate and up."""
+    """down(activation(gate(x)) * up(x)); `gate_up` is the product of gate and up. Before `place`,
+    results have undefined content.
+    """
 
     is_addend = False
 
@@ -133,8 +139,8 @@ class GatedBlock(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """The variant of root mean square norm. `offset` is that of `Build.norm`; None: the row is cast
-    before the product with the weight."""
+    """The variant of root mean square norm. `offset` is added to the weight, and the product with
+    it is in float32 and then cast; None: the row is cast before the product with the weight."""
 
     eps: float
     offset: float | None
@@ -177,7 +183,9 @@ class Norm(nn.Module):
         return self._norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to [..., size]."""
+        """[..., size] to [..., size]; the input itself if attention norms the heads (`waits`).
+        Before `place`, the result has undefined content.
+        """
         if self._norm is None:
             if type(x) is Sum:
                 x.total = x.residual
@@ -221,7 +229,9 @@ class Rows(nn.Module):
         return self._own[0]
 
     def place(self, build: Build) -> Embedding:
-        """Declare the weight and choose the kernel, at the first call."""
+        """Return the embedding that computes; the first call declares the weight and chooses the
+        kernel.
+        """
         if self._embedding is None:
             rows, size = self.own.weight.shape
             self._embedding = Embedding(build.at(*self.name.split(".")), rows, size, self._scale)
@@ -242,8 +252,8 @@ def empty_as(x: Tensor, *shape: int) -> Tensor:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return [..., size] as [T, size] with contiguous rows, as kernels take them: classes also pass
-    columns, for example after a convolution."""
+    """Return [..., size] as [T, size] with contiguous rows, if possible a view, as kernels take
+    them: classes also pass columns, for example after a convolution."""
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])
     rows = x.reshape(-1, x.shape[-1])

@@ -117,7 +117,8 @@ def replace(
 ) -> Replaced:
     """Replace parts of a model on the meta device, in place; without `is_whole`, and in `mixers`
     (the layers with states), linear layers only. Parameters stay the class's own if `keeps` holds
-    for their name. Raises the errors of `walk`."""
+    for their name. Raises the errors of `walk`, and with `is_whole` `DoesNotRun` if a replaced
+    layer does not fit the model."""
     found, has_states = Replaced(), bool(mixers)
     routers, linears = _put(model, keeps, mixers, found, is_whole)
     modules = list(model.modules())
@@ -141,8 +142,8 @@ def replace(
 def _put(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer], found: Replaced, is_whole: bool
 ) -> tuple[list[Put[Router]], list[Put[PackedLinear]]]:
-    """Replace modules with matching twins, before the walk on the meta device; returns the routers
-    and linear layers that may be restored after it."""
+    """Replace modules with matching twins, recording most of them in `found`, before the walk on
+    the meta device; returns the routers and linear layers that may be restored after it."""
     stored, routers, dtype = model.state_dict(keep_vars=True), [], model.dtype
     places = list(_places(model, stored, keeps))
     if is_whole:
@@ -169,7 +170,9 @@ def _unless(put: Iterable[Put[Layer]], is_other: Callable[[Layer], bool]) -> lis
 
 
 def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Trace) -> None:
-    """Raise `ConfigError` for a model that computes with a norm's weight itself."""
+    """Raise `DoesNotRun`, so that only linear layers are replaced, for a model that computes with a
+    norm's weight itself.
+    """
     if any(isinstance(each, Norm) and trace.is_read(each.weight) for each in norms):
         raise DoesNotRun(
             f"{type(model).__name__} cannot be served by transformers' classes: it computes with a norm's weight",
@@ -180,7 +183,9 @@ def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Tr
 def _check(
     model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], windows: Windows, has_states: bool
 ) -> None:
-    """Raise `ConfigError` for a model that does something other than `found` with more tokens."""
+    """Raise `DoesNotRun`, so that only linear layers are replaced, for a model that does something
+    other than `found` with more tokens; also raises the errors of `walk`.
+    """
     few, many = lengths_of(model)
     again = walk(model, lengths=(many,), windows=windows, has_states=has_states)
     if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
@@ -192,8 +197,8 @@ def _check(
 
 
 def _places(model: nn.Module, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Iterator[Place]:
-    """Yield the modules with exactly one owner, unless one of their parameters (in `stored`) is
-    shared or `keeps` holds for its name."""
+    """Yield (owner, name in the owner, name in the model, module) of the modules with exactly one
+    owner, unless one of their parameters (in `stored`) is shared or `keeps` holds for its name."""
     modules = list(model.named_modules())
     owners = Counter(id(child) for _, module in modules for child in module._modules.values())
     uses = Counter(id(parameter) for parameter in stored.values())
@@ -258,7 +263,7 @@ def _routers(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Put[Router
 
 def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[PackedLinear]]:
     """Replace the linear layers, except those that choose experts and the output layer, which may
-    share the embedding's weight."""
+    share the embedding's weight. Yields (owner, name in the owner, replacement)."""
     for owner, name, path, module in places:
         is_choosing = not _CHOOSING.isdisjoint(path.split("."))
         if isinstance(module, nn.Linear) and module is not head and not is_choosing and is_linear(module):

@@ -77,7 +77,7 @@ def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtyp
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer: `nn.Linear` itself, or a subclass that computes
-    the same results."""
+    the same results in a trial. False for any other module."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     generator = torch.Generator().manual_seed(0)
@@ -90,9 +90,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[[nn.Module], object]) -> float | None:
-    """Return the factor with which an embedding multiplies the rows of its weight; None if the
-    module does anything else. `initialize` gives buffers their values, as the module's class
-    does."""
+    """Return the factor with which an embedding multiplies the rows of its weight, 1.0 for a plain
+    one; None if the module does anything else. `initialize` gives buffers their values, as the
+    module's class does."""
     weight = module._parameters.get("weight")
     if len(module._parameters) != 1 or weight is None or weight.dim() != 2 or type(module) is nn.Linear:
         return None
@@ -189,7 +189,9 @@ def twin_of(
     modules: Mapping[str, nn.Module] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> M:
-    """Return a shallow copy of a module with other parameters, submodules or buffers."""
+    """Return a shallow copy of a module in which the named parameters, submodules or buffers are
+    replaced; the others are shared with the module.
+    """
     twin = copy(module)
     twin._parameters = {**module._parameters, **(parameters or {})}
     twin._modules = {**module._modules, **(modules or {})}
@@ -222,8 +224,8 @@ def only(fitting: Iterable[F]) -> F | None:
 
 
 def tried(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:
-    """Return a module's result for one tensor; None if it raises or returns anything but a
-    tensor."""
+    """Return a module's result for one tensor; None if it raises a usual error (such as TypeError
+    or RuntimeError) or returns anything but a tensor."""
     try:
         with torch.no_grad():
             found = module(x)

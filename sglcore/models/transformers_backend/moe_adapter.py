@@ -27,21 +27,23 @@ Moe: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def serve_experts(model: PreTrainedModel) -> None:
-    """Make transformers call `_experts` for the model's experts."""
+    """Make transformers call `_experts` for the model's stacked experts."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
     model.set_experts_implementation(EXPERTS)
 
 
 def choose_experts(model: PreTrainedModel, build: Build) -> None:
-    """Choose the kernel of every module with stacked experts, once its weights are placed."""
+    """Set `sglcore_moe`, the kernel or None, of every module with stacked experts, once its weights
+    are placed.
+    """
     for module in model.modules():
         if has_experts(module):
             module.sglcore_moe = _kernel(module, build)  # pyright: ignore[reportArgumentType]
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module has stacked experts: transformers sets this attribute on no other
-    modules."""
+    """Whether a module has stacked experts: only on such modules transformers sets the attribute
+    `is_concatenated`."""
     return "is_concatenated" in vars(module)
 
 
@@ -56,8 +58,8 @@ def turned_weights(model: nn.Module) -> set[int]:
 
 
 def _kernel(module: Any, build: Build) -> Moe | None:
-    """Return the table's kernel for gated experts that compute the same, with gate and up in one
-    weight; None for any other experts."""
+    """Return a function (hidden, weights, experts) that runs the table's kernel, for gated experts
+    that compute the same, with gate and up in one weight; None for any other experts."""
     if not module.has_gate or module.has_post_expert_norm:
         return None
     weights = module.gate_up_proj, module.down_proj
@@ -104,7 +106,9 @@ def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def _one(module: Any, expert: int, hidden: Tensor) -> Tensor:
-    """Run all rows through one expert, so that no shape depends on the routing."""
+    """Run all rows `hidden` [T, H] through one expert and return [T, H], so that no shape depends
+    on the routing.
+    """
     inner = _project(module, "gate_up_proj" if module.has_gate else "up_proj", expert, hidden)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = _project(module, "down_proj", expert, inner)

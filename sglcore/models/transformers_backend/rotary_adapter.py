@@ -90,7 +90,9 @@ class Rotary(nn.Module):
         return torch.cat([first for first, _ in parts], dim=-1)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Return the same `Angles` in place of cosines and of sines."""
+        """Return the same `Angles` in place of cosines and of sines; for a call without a table,
+        the original module's result.
+        """
         key, positions = _key(args, named)
         if key not in self._tables:
             return self.own(*args, **named)
@@ -99,8 +101,8 @@ class Rotary(nn.Module):
 
 
 def _key(args: Any, named: Any) -> tuple[Any, Tensor]:
-    """Return the arguments of a call other than tensors, and the positions: its first integer
-    tensor."""
+    """Return the arguments of a call other than tensors, as a key, and the positions: its first
+    integer tensor."""
     others = tuple(each for each in args if not isinstance(each, Tensor))
     by_name = tuple((name, each) for name, each in named.items() if not isinstance(each, Tensor))
     tensors = (each for each in (*args, *named.values()) if isinstance(each, Tensor))
@@ -156,12 +158,15 @@ class Turn:
         self._rotary = build.kernel(KernelTable.rotary, *given, self.table(build), head_dim)
 
     def table(self, build: Build) -> Tensor:
-        """Return a table of angles without contents."""
+        """Return a table of angles [max_positions, R] without contents, on the meta device, as a
+        sample argument for kernels.
+        """
         return torch.empty(build.max_positions, self._size, device="meta")
 
     def __call__(self, q: Tensor, k: Tensor, cos: Any, sin: Any, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Return queries and keys rotated, or unchanged if attention rotates them later. Under a
-        compiler they are rotated here."""
+        """Return queries [1, heads, T, D] and keys rotated, or unchanged if attention rotates them
+        later. Under a compiler they are rotated here. With cosines that are no `Angles`, the
+        original function computes, or in the walk the call is recorded."""
         if type(cos) is not Angles:
             return self._by_class(q, k, cos, sin, *more, **named)
         if self.is_direct and not torch.compiler.is_compiling():
@@ -177,7 +182,9 @@ class Turn:
         return q, k
 
     def rows(self, q: Tensor, k: Tensor, angles: Angles, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Rotate queries [T, heads * head_dim] and keys [T, kv_heads * head_dim]."""
+        """Return the rotated queries [T, heads * head_dim] and keys [T, kv_heads * head_dim], by
+        the kernel.
+        """
         return self._rotary(q, k, angles.positions, angles.table, head_dim)
 
     def _by_class(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
@@ -316,7 +323,9 @@ class RotaryTrace:
                 hook.remove()
 
     def _after(self, module: nn.Module, args: Any, named: Any, out: Any) -> Any:
-        """Replace the results by new tensors, which nothing has read yet."""
+        """Record a call that makes two tensors from positions, and return new tensors in place of
+        its results, which nothing has read yet; None for any other call, so that its results stay.
+        """
         tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
         positions = [each for each in tensors if not each.is_floating_point()]
         if len(positions) != 1 or not isinstance(out, tuple) or len(out) != 2:

@@ -48,7 +48,7 @@ def turns(
     the other half ("halves"), or with its neighbour ("neighbours").
 
     Compares the results for random heads and angles of `lengths` tokens with the scales `SIZES`.
-    With more than two rotated elements, no two forms agree.
+    With more than two rotated elements, no two forms agree. A function that raises counts as False.
     """
     return all(_turns(function, head_dim, size, doubling, pairs, tokens) for tokens in lengths)
 

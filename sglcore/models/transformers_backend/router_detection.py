@@ -32,7 +32,8 @@ TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class RoutingForm:
     """How experts are chosen: as by the kernel `sigmoid_routing` if `is_sigmoid`, else as by
-    `top_k_routing`. `has_bias`: the logits have a bias."""
+    `top_k_routing`. `rules` has the numbers of experts and groups and the scale. `has_bias`: the
+    logits have a bias."""
 
     rules: MoeConfig
     is_sigmoid: bool
@@ -40,8 +41,8 @@ class RoutingForm:
 
 
 class Router(nn.Module):
-    """Replaces a router of transformers' classes; returns logits, weights and experts as these
-    do."""
+    """Replaces a router of transformers' classes; returns a triple as these do, but no logits,
+    which nothing reads."""
 
     def __init__(self, own: nn.Module, name: str, form: RoutingForm) -> None:
         super().__init__()
@@ -102,7 +103,9 @@ class SparseBlock(nn.Module):
 
 
 def as_sparse_block(block: nn.Module) -> SparseBlock:
-    """Mix `SparseBlock` into the class of a module; returns the same module."""
+    """Mix `SparseBlock` into the class of a module, with `is_addend` False; returns the same
+    module.
+    """
     block.__class__ = type(type(block).__name__, (SparseBlock, type(block)), {"is_addend": False})
     assert isinstance(block, SparseBlock)
     return block
@@ -221,7 +224,7 @@ class _Trial:
             return None
 
     def softmax_forms(self, has_bias: bool) -> Iterator[RoutingForm]:
-        """Return all softmax forms."""
+        """Yield the two softmax forms: weights as they are, and divided by their sum."""
         return (RoutingForm(self._rules(normalize), False, has_bias) for normalize in (False, True))
 
     def sigmoid_forms(self, groups: Iterable[int], numbers: set[int]) -> Iterator[RoutingForm]:

@@ -112,9 +112,10 @@ class Between(TorchFunctionMode):
 
 
 class Traced(TorchFunctionMode):
-    """As `Between`, under a compiler: scores are computed too, and the compiler removes them
-    because nothing reads them. `numbers` are those of the product of queries and keys and of the
-    product with the values."""
+    """Torch function mode for one call of a module that computes attention itself, under a
+    compiler. `numbers`, counted from 1, are those of the product of queries and keys and of the
+    product with the values, in place of which `attend` computes the result. Scores are computed
+    too, and the compiler removes them because nothing reads them."""
 
     def __init__(self, attend: Attend, numbers: tuple[int, int]) -> None:
         super().__init__()

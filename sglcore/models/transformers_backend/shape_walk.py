@@ -177,8 +177,8 @@ def lengths_of(model: PreTrainedModel, most: int = LENGTHS[1]) -> tuple[int, int
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention and mask functions of all modules to those registered as `name`, also for a
-    class that declares its own attention as the only one."""
+    """Set the attention and mask functions of all modules, in place, to those registered as `name`,
+    also for a class that declares its own attention as the only one."""
     for each in model.modules():
         if isinstance(each, PreTrainedModel):
             each.config._attn_implementation = name
@@ -217,9 +217,9 @@ def write_down(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Record an attention call: query [1, heads, T, dim], key and value [1, kv_heads, T, dim].
-    Returns [1, T, heads, value dim] without contents. The window comes from the mask;
-    `sliding_window` is ignored. Raises `ConfigError` for a call that the engine does not
+    """Record an attention call in the walk that is running: query [1, heads, T, dim], key and value
+    [1, kv_heads, T, dim]. Returns [1, T, heads, value dim] without contents. The window comes from
+    the mask; `sliding_window` is ignored. Raises `ConfigError` for a call that the engine does not
     support."""
     del sliding_window
     record = _walking.get()
@@ -248,7 +248,9 @@ def write_down(
 
 
 def make_mask(batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Seen:
-    """Return a mask without contents that carries its function."""
+    """Return a mask [batch_size, 1, q_length, kv_length] on the meta device that carries its
+    function instead of contents. Transformers calls it in the walk.
+    """
     mask = torch.empty(batch_size, 1, q_length, kv_length, device="meta").as_subclass(Seen)
     mask.function = mask_function
     return mask
@@ -280,7 +282,9 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
 
 
 def refusal(module: nn.Module, what: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
-    """Return the error for a module that does something unsupported."""
+    """Return, do not raise, the error of class `kind` for a module that does something unsupported;
+    `what` says what.
+    """
     return kind(
         f"{type(module).__name__} cannot be served by transformers' classes: {what}",
         wanted="attention through transformers' attention interface only",

@@ -66,7 +66,9 @@ LEAST_HEADS, LEAST_WIDTH, INNER, WINDOW, WORDS = 4, 64, 128, 6, 512
 
 
 def shrunk(library: Library) -> Library:
-    """Return a small configuration with the same options. Raises `ConfigError` if none is found."""
+    """Return a small configuration with the same options; `library` itself if its model is small
+    already. Raises `ConfigError` if none is found.
+    """
     whole = _empty(library)
     if _count(whole) <= _SMALL:
         return library
@@ -167,14 +169,16 @@ def _experts(count: int, values: Mapping[str, Any]) -> int:
 
 
 def _kinds(model: PreTrainedModel) -> Iterator[object]:
-    """Yield a description of each of a model's layers."""
+    """Yield a hashable description of each of a model's layers (members of module lists)."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             yield from map(_kind, module)
 
 
 def _kind(module: nn.Module) -> object:
-    """Describe a module by its class, attributes other than numbers, tensors and submodules."""
+    """Return a hashable description of a module: its class, its attributes that are texts, booleans
+    or None, the names of its tensors, and its submodules.
+    """
     chosen = ((name, value) for name, value in vars(module).items() if value is None or isinstance(value, str | bool))
     tensors = ((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
     return type(module), tuple(chosen), tuple(tensors), _parts(module.named_children())

@@ -54,7 +54,8 @@ _LAYER = frozenset({"layer_idx", "name", "_own"})
 
 class Held:
     """Stands in for transformers' cache in one call of a module: the states of some requests by
-    name, [rows, ...] each. A missing name means that the requests have no state yet."""
+    name, [rows, ...] each. A missing name means that the requests have no state yet. The layer's
+    index is not read."""
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
@@ -80,7 +81,7 @@ class Held:
         return self.states.get(f"recurrent{state_idx}")
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Replace the matrices of a recurrence."""
+        """Replace the matrices of a recurrence by `state` and return it."""
         self.states[f"recurrent{state_idx}"] = state
         return state
 
@@ -111,7 +112,9 @@ class MixerCall:
         self._absent = dict.fromkeys(wanted[1:])
 
     def __call__(self, hidden: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
-        """Return the module's results for `hidden` [rows, T, H]; updates `states` in place."""
+        """Return the module's results for `hidden` [rows, T, H]; `states` by name, [rows, ...]
+        each, get their new values in place. No states: the requests begin.
+        """
         found = self._forward(hidden, **{**self._absent, self._cache: Held(states)})
         return found if isinstance(found, tuple) else (found,)
 
@@ -140,8 +143,8 @@ class Results:
         return rows if rows.shape[1] == self.width else pad(rows, (0, self.width - rows.shape[1]))
 
     def unpack(self, rows: Tensor) -> Any:
-        """[T, width] to the module's results for one request with T tokens; None for dropped
-        results."""
+        """[T, width] to the module's results for one request with T tokens, as a tuple, or alone if
+        there is one; None for dropped results."""
         parts = iter(rows[:, : sum(self._sizes)].split(self._sizes, dim=1))
         found = tuple(
             None if shape is None else next(parts).reshape(1, rows.shape[0], *shape) for shape in self._shapes
@@ -228,8 +231,8 @@ class Mixer(StateLayer):
 
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
-    """Return a `Mixer` for every module that stores a state in transformers' cache. The walk finds
-    the shapes of the states."""
+    """Return a `Mixer` for every module that stores a state in transformers' cache; its `forward`
+    is replaced. The walk finds the shapes of the states."""
     modules = list(model.modules())
     names = names_by_kind(modules)
     return tuple(
@@ -243,7 +246,9 @@ def names_by_kind(modules: Iterable[nn.Module]) -> dict[type[nn.Module], set[str
 
 
 def names_in(kind: type[nn.Module]) -> set[str]:
-    """Return the global and attribute names that the code of a model's class uses."""
+    """Return the global and attribute names that the code of a model's class uses, with that of its
+    base classes in transformers.
+    """
     own = [each for each in kind.__mro__ if each.__module__.startswith(_CLASSES)]
     functions = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
     return {name for function in functions for name in function.__code__.co_names}
@@ -351,7 +356,7 @@ class _Thin(nn.Module):
 
 
 def _random(shape: torch.Size) -> Tensor:
-    """Return random weights that keep the scale of values."""
+    """Return random weights of this shape that keep the scale of values."""
     return torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.5)
 
 

@@ -37,8 +37,8 @@ class Library:
     code: Path | None = None
 
     def model(self, **options: Any) -> PreTrainedModel:
-        """Make a new causal model without the checkpoint's weights. Raises the errors of its
-        class."""
+        """Make a new causal model without the checkpoint's weights; `options` go to the class, such
+        as `dtype`. Raises the errors of its class."""
         config = deepcopy(self.config)  # the class writes into it
         if self.code is None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
@@ -69,8 +69,8 @@ def transformers_config(folder: Path, task: str = "auto", runs_code: bool = Fals
 
 
 def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str) -> ModelConfig:
-    """Return the engine's configuration for a `library` that was read. Raises as
-    `transformers_config`."""
+    """Return the engine's configuration for a `library` that was read. Raises `ConfigError` for a
+    wrong value, AttributeError for a missing one."""
     config = library.config
     text = config.get_text_config(decoder=True)
     file = folder / "config.json"

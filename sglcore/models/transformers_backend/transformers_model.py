@@ -102,7 +102,7 @@ class TransformersModel(Architecture):
         return found.last_hidden_state[0]
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """[T] to [T, H]."""
+        """Token ids [T] to embeddings [T, H]."""
         return self._decoder.get_input_embeddings()(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -181,8 +181,9 @@ def _place(model: PreTrainedModel, build: Build) -> None:
 
 
 def _kept(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return a function of a weight's name: whether the class keeps the weight in float32 in any
-    dtype, as when transformers loads it."""
+    """Return a function of a weight's name: whether the class keeps the weight in float32 in a
+    model of this `dtype`, as when transformers loads it. Some weights are kept in every half type,
+    others only in float16. Always False for a float32 model."""
     if dtype is torch.float32:
         return lambda name: False
     named = [*(model._keep_in_fp32_modules_strict or ())]

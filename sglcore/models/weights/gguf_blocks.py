@@ -25,7 +25,8 @@ float16."""
 @dataclass(frozen=True, slots=True)
 class Codes:
     """What the blocks of a type decode to: w = scales * (codes - zero) without `minima`, else
-    scales * codes + minima. Scales are float32 [N, groups]."""
+    scales * codes + minima. Codes are uint8 [N, K], scales and minima float32 [N, groups] for each
+    `group` columns."""
 
     codes: Tensor
     scales: Tensor
@@ -62,7 +63,9 @@ class BlockWeight:
         return found.codes.float() * scales + found.minima.repeat_interleave(found.group, 1)
 
     def as_codes(self) -> QuantizedWeight:
-        """Return integer codes; minima become zeros that need not be integers."""
+        """Return integer codes; minima become zeros that need not be integers. Groups beyond
+        LARGEST_ZERO become constant.
+        """
         found = self._codes(slice(None))
         if found.minima is None:
             is_middle = found.zero == 1 << (found.bits - 1)
@@ -164,7 +167,9 @@ def _q6_k(blocks: Blocks) -> Codes:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A quantised type: elements and bytes of a block, and the function that decodes blocks."""
+    """A quantised type: `elements` and bytes (`size`) of a block, and `read`, the function that
+    decodes blocks uint8 [N, blocks, size].
+    """
 
     elements: int
     size: int

@@ -53,7 +53,8 @@ class GgufSource:
         return None if self.tensor.type in PLAIN else self.tensor.type
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill `target`, a tensor of this shape; see `Source.copy`.
+        """Fill `target`, a tensor of this shape on any device, cast to its dtype; call `report`
+        with the bytes read.
 
         A plain tensor is read some rows at a time; a quantised one, or one with `paired_heads`, is
         read whole and reported once.
@@ -76,7 +77,9 @@ class GgufSource:
         return BlockWeight(data, self.tensor.type, self.shape[1])
 
     def _rows(self, rows: slice, count: int) -> Tensor:
-        """Read uint8 [rows, bytes of a row], in a checkpoint's order."""
+        """Read some of the tensor's `count` rows to the host, uint8 [rows, bytes of a row], in a
+        checkpoint's order.
+        """
         size = self.num_bytes // count
         data = torch.empty(rows.stop - rows.start, size, dtype=torch.uint8)
         self.file.seek(self.start + rows.start * size)
@@ -86,7 +89,9 @@ class GgufSource:
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of heads: neighbours that form a rotated pair become half a head apart."""
+    """Reorder the rows of heads: neighbouring rows that form a rotated pair become half a head
+    apart.
+    """
     return rows.unflatten(0, (heads, rows.shape[0] // heads // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
@@ -114,7 +119,9 @@ def gguf_sources(
 def _parts(
     file: FileIO, path: Path, header: GgufHeader, config: ModelConfig, tensor: GgufTensor, name: str
 ) -> Iterator[tuple[str, GgufSource]]:
-    """Yield the tensor with its name, or each expert's part with its name."""
+    """Yield `name` and the source of the tensor; for a `name` with "{}", the name and the source of
+    each expert's part.
+    """
     size = tensor.end - tensor.start
     if "{}" not in name:
         heads = _paired_heads(header, config, name)

@@ -66,7 +66,8 @@ def load_model(
 ) -> Architecture:
     """Build the model on `device` in `dtype` and fill it from a checkpoint folder or a GGUF file.
 
-    - `given`: layers of another model that replace this model's own, by name.
+    - `progress`: called with the bytes read so far and in all, after each piece, on this thread.
+    - `given`: layers of another model that replace this model's own embedding and head, by name.
     - `groups`: builds this rank's part of the model.
     - `max_positions`: the size of position tables (default: the model's context length).
     - `architectures`: adds to the registry.
@@ -76,8 +77,8 @@ def load_model(
 
     Records in the ledger the kernels that do not take this model, and the format of quantised
     weights. Raises `CheckpointError` for files that are missing, damaged or of another model,
-    `ConfigError` for a model that is not supported. In addition to the weights, host memory holds
-    less than one layer, as stored and as packed.
+    `ConfigError` for a model that is not supported. Waits until all is read. In addition to the
+    weights, host memory holds less than one layer, as stored and as packed.
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
@@ -128,7 +129,7 @@ def _storing(
     refusals: Refusals,
 ) -> KernelTable:
     """Return the table without the candidates for `store_kv` that refuse the KV slots of these
-    layers. The refusals are recorded.
+    layers. The refusals are recorded in `refusals`.
 
     The layers do not call it themselves.
     """
@@ -142,7 +143,9 @@ def _storing(
 def _sources(
     path: Path, config: ModelConfig, model: Architecture, weights: Weights, stack: ExitStack
 ) -> Mapping[str, Source]:
-    """Return the source of each weight, in files that stay open until `stack` closes."""
+    """Return the source of each weight, in files that stay open until `stack` closes. For a GGUF
+    file, drops the offsets of `weights`, because the file's norms include them.
+    """
     if is_gguf(path):
         weights.offsets.clear()  # a GGUF file's weights include them
         targets, cuts = weights.targets, {name: cut for name, cut in weights.cuts.items() if name in weights.targets}

@@ -54,8 +54,9 @@ class Mxfp4Source:
         return self.blocks.entry.num_bytes + self.scales.entry.num_bytes
 
     def copy(self, target: Tensor, report: Callable[[int], None]) -> None:
-        """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 within
-        its range of exponents."""
+        """Read both tensors whole, dequantise into `target`, one expert at a time, and report all
+        bytes at the end. Exact in bfloat16 and float32, and in float16 within its range of
+        exponents."""
         blocks, scales = (place.file.read(place.entry) for place in (self.blocks, self.scales))
         cut = None if self.cut is None else replace(self.cut, dim=self.cut.dim - 1)
         for expert, part in enumerate(target):

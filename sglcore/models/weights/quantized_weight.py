@@ -1,7 +1,8 @@
 """Weights that a checkpoint stores quantised, in any format: as integer codes, or as something else
 that has values.
 
-Everything here runs on the host, on some rows at a time. Only `rounded` rounds.
+Everything here runs on the host. Values are computed for some rows, codes for the whole weight.
+Only `rounded` rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Stored(Protocol):
         ...
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 [n, K]: the values of the weight in these rows."""
+        """Return float32 [n, K]: the values of the weight in these n rows. Exact, except for the
+        rounding of float32.
+        """
         ...
 
     def as_codes(self) -> QuantizedWeight | None:
@@ -108,7 +111,7 @@ class ScatteredWeight:
 @dataclass(frozen=True, slots=True)
 class ScaledFloats:
     """Narrow floats [N, K] times scales float32 [blocks of rows, blocks of columns], with `block` =
-    (rows, columns)."""
+    (rows, columns) that share a scale."""
 
     floats: Tensor
     scales: Tensor
@@ -138,7 +141,9 @@ def fill(stored: Stored, target: Tensor) -> None:
 
 
 def pieces(shape: tuple[int, int]) -> Iterator[slice]:
-    """Return slices that cover the rows of a weight, with about `PIECE` elements each."""
+    """Return slices that cover the rows of a weight, with about `PIECE` elements each, at least one
+    row.
+    """
     count = max(1, PIECE // max(shape[1], 1))
     return (slice(first, min(first + count, shape[0])) for first in range(0, shape[0], count))
 
@@ -164,7 +169,9 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def rounded(stored: Stored, group: int = GROUPS[-1]) -> QuantizedWeight:
-    """Round a weight to 8-bit codes with zeros of 128; K must be a multiple of `group`."""
+    """Round a weight to 8-bit codes with zeros of 128, in groups of `group` columns; K must be a
+    multiple of `group`.
+    """
     rows, columns = stored.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scales = torch.empty(rows, columns // group)

@@ -37,7 +37,9 @@ class ReorderedSource:
         target.copy_(whole[self.order])
 
     def stored(self, report: Callable[[int], None]) -> Stored:
-        """Return the stored weight with reordered rows."""
+        """Read the stored weight to the host and return it with reordered rows. Only if `form` is
+        not None.
+        """
         return ReorderedWeight(self.source.stored(report), self.order)
 
 
@@ -59,8 +61,9 @@ class ReorderedWeight:
         return self.weight.shape
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows. Computes all rows from the first to the last of them
-        in the checkpoint's order, which for rows that move within their head are few more."""
+        """Return float32 [n, K]: the values of the weight in these rows. Computes all rows from the
+        first to the last of them in the checkpoint's order, which for rows that move within their
+        head are few more."""
         wanted = self.order[rows]
         if not len(wanted):
             return self.weight.values(slice(0, 0))

@@ -70,7 +70,8 @@ class SafetensorsFile:
             part.copy_(whole)
 
     def _fill(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
-        """Fill a contiguous tensor from the file's current position."""
+        """Fill a contiguous tensor from the file's current position, in pieces; casts to its dtype.
+        """
         dtype = READABLE[entry.dtype]
         is_direct = target.is_cpu and target.dtype == dtype
         flat, count = target.view(target.numel()), PIECE_BYTES // dtype.itemsize
@@ -92,8 +93,8 @@ class SafetensorsFile:
         return whole.view(entry.shape)
 
     def mapped(self, entry: Entry) -> Tensor:
-        """Return the tensor as a view of the mapped file, in the file's dtype. Pages are read when
-        they are touched, and kept until `release`."""
+        """Return the tensor as a view of the mapped file, in the file's dtype. Writes to it do not
+        reach the file. Pages are read when they are touched, and kept until `release`."""
         if self._map is None:
             # A private mapping, because torch requires a writable buffer.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -39,7 +39,9 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 def check_quantize(asked: str, kernels: KernelTable) -> None:
-    """Raise `ConfigError` if the kernels can not quantise as `asked`, a value of `--quantize`."""
+    """Raise `ConfigError` if the kernels can not quantise as `asked`, a value of `--quantize`. Only
+    "int8" and "int4" need such kernels.
+    """
     if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
             "this device's kernels do not quantise "
@@ -80,8 +82,8 @@ class Packer:
         self._kernels = kernels
 
     def load(self, sources: Mapping[str, Source], report: CountBytes) -> None:
-        """Fill every weight from its source, by the checkpoint's name; call `report` with the bytes
-        of each piece read. Then add offsets, check bounds, and call the functions in
+        """Fill every weight from its source, by the model's name for it; call `report` with the
+        bytes of each piece read. Then add offsets, check bounds, and call the functions in
         `Weights.derived`."""
         weights, head = self._weights, self._weights.head
         in_layers = {name for layer in (*weights.linears, *([head] if head else [])) for name in layer.names}
@@ -145,7 +147,9 @@ class Packer:
         return [*told, f"{self._experts} expert weights stay plain"] if self._experts else told
 
     def _load_layer(self, layer: Packable, sources: Sequence[Source], report: CountBytes) -> str:
-        """Load a layer's weight; return the name of its format."""
+        """Load a layer's weight; return the name of its format: PLAIN, a quantised one, or that it
+        was dequantised.
+        """
         if self._pack_in_place(layer, sources, report):
             return PLAIN
         stored = [source.stored(report) if source.form else None for source in sources]

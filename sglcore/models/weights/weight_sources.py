@@ -89,12 +89,14 @@ class PlainSource:
         return self.entry.num_bytes
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Read the tensor straight into `target`; see `Source.copy`."""
+        """Fill `target`, a tensor of the same shape on any device, cast to its dtype; calls
+        `report` for each piece.
+        """
         self.file.copy(self.entry, target, report)
 
     def mapped(self, dtype: torch.dtype) -> list[MappedRows] | None:
         """Return a matrix as views of the mapped file, in pieces of some MiB; None if the file has
-        another dtype, or it is no matrix."""
+        another dtype, or it is empty or no matrix."""
         entry = self.entry
         if DTYPES[entry.dtype] is not dtype or len(entry.shape) != 2 or not self.num_bytes:
             return None
@@ -124,8 +126,8 @@ class CutSource:
         return self.whole.num_bytes * kept // max(self.cut.whole, 1)
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Copy the part from the mapped file to `target`; reads only the pages that hold it. See
-        `Source.copy`."""
+        """Copy the part from the mapped file to `target`; reads only the pages that hold it.
+        Reports once."""
         file, entry = self.whole.file, self.whole.entry
         self.cut.copy(file.mapped(entry), target)
         file.release(entry.start, entry.start + entry.num_bytes)
@@ -152,11 +154,13 @@ class QuantizedSource:
         return self.layer.scheme.text
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Dequantise the weight, or the rank's part of it, into `target`; see `Source.copy`."""
+        """Dequantise the weight, or the rank's part of it, into `target`, cast to its dtype. The
+        stored tensors are read whole and reported once.
+        """
         fill(self.stored(report), target)
 
     def stored(self, report: CountBytes) -> Stored:
-        """Read its codes or floats."""
+        """Read its codes or floats to the host; with a `cut`, return the rank's part of them."""
         found = FORMATS[self.layer.scheme.kind].read(self.layer)
         report(self.num_bytes)
         return found if self.cut is None else CutWeight(found, self.cut, self.shape)
@@ -185,7 +189,8 @@ class PartSource:
         return self.source.form
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill `target`, a tensor of the part's shape; see `Source.copy`."""
+        """Fill `target`, a tensor of the part's shape, cast to its dtype; reads the whole tensor.
+        """
         if self.form is not None:
             fill(self.stored(report), target)
             return
@@ -194,7 +199,8 @@ class PartSource:
         self.cut.copy(whole, target)
 
     def stored(self, report: CountBytes) -> Stored:
-        """Read the stored weight and cut it."""
+        """Read the stored weight to the host and return the part of it. Only if `form` is not None.
+        """
         return CutWeight(self.source.stored(report), self.cut, (self.part[0], self.part[1]))
 
 
@@ -206,8 +212,10 @@ def find_sources(
     quantization: Quantization | None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> dict[str, Source]:
-    """Return the source of each target, in the order of the files. `named`: the target's name of
-    each tensor in the files; `cuts`: the part that a target holds, for targets that hold a part.
+    """Return the source of each target, in the order of the files. `targets`: the model's tensors
+    by name; `harmless`: patterns of names that the files may have without a target; `named`: the
+    target's name of each tensor in the files; `cuts`: the part that a target holds, for targets
+    that hold a part.
 
     Raises `CheckpointError` for missing, unknown, duplicate and wrongly shaped tensors.
     """
@@ -251,7 +259,9 @@ def check_missing(wanted: Iterable[str], found: Mapping[str, object], files: Seq
 
 
 def check_unknown(unknown: Sequence[str]) -> None:
-    """Raise `CheckpointError` for tensors that the model does not use."""
+    """Raise `CheckpointError` that names the tensors in `unknown`, which the model does not use;
+    does nothing if there are none.
+    """
     if unknown:
         raise CheckpointError(
             f"the checkpoint has {some(unknown)}, which this architecture does not use",
@@ -260,7 +270,7 @@ def check_unknown(unknown: Sequence[str]) -> None:
 
 
 def some(names: Sequence[str], shown: int = 8) -> str:
-    """Return the first `shown` names, and the number of the others."""
+    """Return a text with the first `shown` names, and the number of the others."""
     listed = ", ".join(repr(name) for name in names[:shown])
     return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"
 

@@ -11,7 +11,9 @@ from sglcore.runtime.memory.read_only import ReadOnlyPool
 
 
 class BackendAttention(Attention):
-    """An attention layer, callable inside a forward with q, k and v."""
+    """An attention layer, callable inside a forward with q, k and v. The batch and the backend come
+    from the forward context.
+    """
 
     __slots__ = ()
 
@@ -38,8 +40,9 @@ class BackendAttention(Attention):
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Map q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim].
 
-        Store k and v. k and v are None if they are already in the layer's `cells`, or if the layer
-        is frozen.
+        Store k and v in the batch's KV slots, unless `cached` is False. k and v are None if they
+        are already in the layer's `cells`, or if the layer is frozen. Raises StalePlanError without
+        a batch that the backend planned.
         """
         if torch.compiler.is_compiling():
             assert k is not None and v is not None
@@ -52,9 +55,11 @@ class BackendAttention(Attention):
 
 @torch.library.custom_op("sglcore::attention", mutates_args=())
 def attention_op(q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-    """Run attention as one operation that is opaque to a compiler.
+    """Run a `BackendAttention` call as one operation that is opaque to a compiler; q, k, v and the
+    result as there.
 
-    Its inputs come from the context.
+    `layer_id` is the layer's index in the forward context, where the batch and the backend are
+    taken from too.
     """
     context = get_forward_context()
     return context.attn_backend.forward(q, k, v, context.layers[layer_id], context.batch)

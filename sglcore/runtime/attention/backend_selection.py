@@ -64,8 +64,10 @@ class AttentionNeeds:
 
 
 def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
-    """Return what these layers of a model need from a backend. `is_encoder`: the model embeds and
-    does not decode.
+    """Return what these layers of a model need from a backend: the largest head count, (KV heads,
+    head_dim) of every layer in order, and the distinct windows, softcaps and features.
+
+    `is_encoder`: the model embeds and does not decode.
     """
     return AttentionShape(
         max((layer.num_heads for layer in layers), default=1),
@@ -117,11 +119,13 @@ def select_attention(
     whom: str = "the model",
     tried: Callable[[type[AttentionBackend]], str] | None = None,
 ) -> type[AttentionBackend]:
-    """Return the first candidate that serves the needs of `whom`; record it in the ledger.
+    """Return the first candidate class that serves the needs of `whom` (a noun for messages);
+    record it in the ledger. `package` is the device package's name.
 
-    `tried` returns how a candidate that calls a library fails, or an empty text. An explicit choice
-    is used or refused, never replaced. A candidate whose library is missing, or fails in any way,
-    is refused with the error as the reason. Raises ConfigError if no candidate serves.
+    `tried` returns how a candidate that calls a library fails, or an empty text; others are not
+    tried. An explicit choice is used or refused, never replaced. A candidate with a missing or
+    failing library is refused with the error as the reason. Raises ConfigError if no candidate
+    serves or the explicit one is not a candidate.
     """
     if explicit is not None and explicit not in candidates:
         raise ConfigError(
@@ -156,8 +160,9 @@ def choose_attention(
     tried: Tried | None = None,
     verifies: bool = False,
 ) -> type[AttentionBackend]:
-    """Return the first backend that serves a shape over these KV slots. `tried` tries one that
-    calls a library; `verifies`: it serves steps with draft tokens.
+    """Return the first backend class that serves a shape over the pool `cells`, and record it in
+    the ledger: the device package's candidates first, then `OF_ROWS` for KV rows. `tried` tries one
+    that calls a library; `verifies`: it serves steps with draft tokens.
 
     If stream graphs are configured for a model that decodes, it must also support capture; with
     `config.graph` "auto", one without capture is taken if no other serves. Raises as

@@ -75,8 +75,9 @@ class AttentionFacts:
 class AttentionShape:
     """The attention that a model needs from a backend.
 
-    `layers` has (kv_heads, head_dim) of each layer. `windows` and `softcaps` are the values that
-    occur; `features` are those that the layers need.
+    `num_heads` are the query heads of the layer that has most. `layers` has (kv_heads, head_dim) of
+    each layer. `windows` and `softcaps` are the distinct values that occur (None: a layer without);
+    `features` are those that the layers need. `is_encoder`: the model embeds and does not decode.
     """
 
     num_heads: int
@@ -89,7 +90,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The padded size of a forward that a graph captures, for `AttentionBackend.capture_plan`."""
+    """The padded size of a forward that a graph captures, for `AttentionBackend.capture_plan`: the
+    requests (`batch_size`) and the tokens of all of them.
+    """
 
     batch_size: int
     num_tokens: int
@@ -182,12 +185,14 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self.token_to_kv_pool.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """Return the pool of a layer, and the KV slots int[T] of this batch's tokens in it."""
+        """Return the pool of a layer, and the KV slots int[T] of this batch's tokens in it (None:
+        the batch has no KV slots).
+        """
         return self.token_to_kv_pool, batch.out_cache_loc
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Return tensors that a forward of this batch writes besides the keys and values at
-        `cells_of`, each with the rows int[N] written.
+        `cells_of`, each with the rows int[N] written. Empty unless a backend overrides it.
         """
         return []
 
@@ -203,7 +208,9 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Plan:
-        """Prepare a batch for `attend`. Host work and allocation are allowed."""
+        """Return a new plan of a batch for `attend`; the caller records it with the batch's
+        `mark_forward_metadata_ready`. Host work and allocation are allowed.
+        """
 
     @abstractmethod
     def capture_plan(self, bucket: Bucket) -> Plan:
@@ -211,9 +218,9 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @abstractmethod
     def refresh(self, plan: Plan, batch: ForwardBatch) -> HostUpdate | None:
-        """Update a captured plan in place before a replay.
+        """Update a captured plan in place for the batch of the next replay.
 
-        Return the update of the graph itself, or None.
+        Return values that the replay patches into the graph itself (`Segment.replay`), or None.
         """
 
     @abstractmethod
@@ -225,7 +232,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         """
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: Plan) -> Tensor:
-        """Attend within this step, for a layer without KV slots: k and v [T, kv_heads * head_dim].
+        """Attend q [T, heads * head_dim] to k and v [T, kv_heads * head_dim] of the same request in
+        this step, for a layer without KV slots; return q's shape.
 
         Only for backends with the feature `encoder`; raises TypeError for others.
         """
@@ -235,9 +243,10 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @final
     def planned(self, batch: ForwardBatch | None) -> tuple[ForwardBatch, Plan]:
-        """Return a batch with its plan.
+        """Return the batch, and the plan that this backend made for it.
 
-        Raises StalePlanError unless this backend planned the batch at its present size.
+        Raises StalePlanError if the batch is None or has no plan, or if another backend planned it
+        or its numbers of requests or tokens have changed since.
         """
         if batch is None or batch.plan_record is None:
             raise StalePlanError("found a batch without a plan; run it with a runner, or plan and mark it first")
@@ -250,10 +259,11 @@ class AttentionBackend(ABC, Generic[Plan]):
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
     ) -> Tensor:
-        """Store k, v [T, kv_heads * head_dim] in the batch's KV slots and attend.
+        """Store k, v [T, kv_heads * head_dim] in the batch's KV slots and attend with q [T, heads *
+        head_dim]; return q's shape. A layer without KV slots stores nothing: `encode`.
 
-        k and v are None if the layer has stored them already, or has none. Raises as `planned`
-        does.
+        k and v are None if the layer has stored them already, or has none. Raises StalePlanError as
+        `planned` does.
         """
         batch, plan = self.planned(batch)
         if k is None or v is None:

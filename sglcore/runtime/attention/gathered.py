@@ -65,7 +65,8 @@ class GatheredAttention(ReferenceAttention):
         return self._attend(queries.float() * layer.scaling, rows, layer, batch).to(q.dtype).view(q.shape)
 
     def _attend(self, q: Tensor, rows: CapturedRows, layer: Attention, batch: ForwardBatch) -> Tensor:
-        """Attend q float32 [B, n, kv_heads, group, dim], already scaled.
+        """Attend q float32 [B, n, kv_heads, group, dim], already scaled; return float32 of q's
+        shape. B requests have n tokens each.
 
         An online softmax over blocks of pages, rescaled to the largest score so far. It starts from
         the sinks if there are any.
@@ -99,9 +100,9 @@ class GatheredAttention(ReferenceAttention):
         return out / total[..., None]
 
     def _gathered(self, pages: Tensor, rows: CapturedRows, layer: Attention) -> Iterator[Tensor]:
-        """Yield keys and values of pages int32 [B, P].
+        """Yield two tensors: the keys of pages int32 [B, P], then their values.
 
-        Each is float32 [B, P * page_size, kv_heads, dim].
+        Each is a float32 copy [B, P * page_size, kv_heads, dim].
         """
         size = self.req_to_token_pool.page_size
         cells = (pages[:, :, None] * size + rows.places[:size]).view(-1)

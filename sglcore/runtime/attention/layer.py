@@ -18,7 +18,8 @@ class Attention:
     """Scaled dot-product attention over the paged KV pool. Models build `BackendAttention`, which
     can be called.
 
-    `sliding_window` W: a query sees itself and the W - 1 tokens before it. `cached=False`: nothing
+    `scaling` is the factor of q . k (None: 1 / sqrt(head_dim)). `sliding_window` W: a query sees
+    itself and the W - 1 tokens before it (None: all tokens before it). `cached=False`: nothing
     is stored, and a token sees only this step's tokens of its request; with `causal=False` also
     later ones, within W in both directions. `softcap` c maps a scaled score s to c * tanh(s / c).
     `sinks` [heads] are the scores of an extra key without a value that every query sees.
@@ -85,7 +86,9 @@ class Attention:
 
     @property
     def features(self) -> frozenset[str]:
-        """The features that this layer needs from a backend. Batches may need more."""
+        """The features that this layer needs from a backend: those of "sliding_window", "softcap",
+        "sinks", "encoder" (not cached) and "frozen" that apply. Batches may need more.
+        """
         asked = {
             "sliding_window": self.sliding_window is not None,
             "softcap": self.softcap is not None,
@@ -96,7 +99,8 @@ class Attention:
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 
     def calls(self, page_size: int) -> Iterable[tuple[Entry[Any], Call]]:
-        """Return the kernel entries that only this layer needs, with example arguments.
+        """Return (kernel entry, example arguments) for each entry that only this layer needs; none
+        unless a subclass overrides it.
 
         The arguments have the sizes and dtypes of real calls. Entries that every model uses are
         left out.

@@ -19,8 +19,9 @@ from sglcore.runtime.memory.pools import CELL_MAJOR
 class RowsPlan(AttentionPlan):
     """The plan of `PageRowsAttention`: the arguments of one library call.
 
-    `pages` int32[B, pages], lengths int32[B], query offsets int32[B + 1], the maximum number of
-    query tokens in a row, and the number of real tokens.
+    `pages` int32[B, pages per request] and `seq_lens` int32[B]; `starts` int32[B + 1], the offsets
+    of the requests' query tokens; `longest`, the maximum number of query tokens of a request;
+    `num_tokens`, without padding.
     """
 
     pages: Tensor

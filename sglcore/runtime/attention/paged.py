@@ -83,9 +83,10 @@ def _places(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 class PageLists:
     """A batch as page lists.
 
-    `host_starts` int32[B + 1] and `host_last_lengths` int32[B], the tokens in each row's last page,
-    are on the host, pinned; `starts` and `last_lengths` are the same on the device. `pages`
-    int32[total] are on the device.
+    `pages` int32[total] on the device are the pages of all rows, concatenated. `host_starts`
+    int32[B + 1], the offsets of the rows in `pages`, and `host_last_lengths` int32[B], the tokens
+    in each row's last page, are on the host, pinned; `starts` and `last_lengths` are the same on
+    the device.
     """
 
     host_starts: Tensor

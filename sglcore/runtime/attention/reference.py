@@ -28,9 +28,10 @@ Window = int | None
 class SingleRows:
     """The first R rows of the batch, with one token each.
 
-    `slots` and `seq_lens` int32[R] on the device, at most `longest` tokens each; `visible` int32[R]
-    as in the batch. `gathers`: KV slots int32[R * L] and mask bool[R, 1, 1, L] for each window,
-    made by the first layer that needs them.
+    `count` is R. `slots` (request slots) and `seq_lens` int32[R] on the device, at most `longest`
+    tokens each; `visible` int32[R] as in the batch. `gathers` by window: KV slots int32[R * L] and
+    mask bool[R, 1, 1, L] (True: seen), made by the first layer that needs them; L is `longest`, or
+    the window if shorter.
     """
 
     count: int
@@ -43,10 +44,10 @@ class SingleRows:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """One row with tokens [start, end) of the batch.
+    """One request with the tokens [start, end) of the batch, n of them.
 
-    `cells` int32[S] of the whole request; mask bool[n, S] for each window (None: causal without
-    prefix).
+    `cells` int32[S] are the KV slots of the whole request, empty in an encoder. `masks` by window:
+    bool[n, S], True where seen (None: causal without prefix).
     """
 
     start: int
@@ -71,7 +72,10 @@ class CapturedRows:
 
 @dataclass(slots=True)
 class ReferencePlan(AttentionPlan):
-    """The plan of `ReferenceAttention`: gather indices and masks, or sizes of a captured step."""
+    """The plan of `ReferenceAttention`: the leading requests of one token (`singles`; None: there
+    are none) and the `rows` after them. `captured` has the sizes of a captured step instead, and is
+    set by `GatheredAttention` only.
+    """
 
     singles: SingleRows | None = None
     rows: list[LongRow] = field(default_factory=list)
@@ -172,7 +176,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return LongRow(start, end, self._cells(slots, positions[None]).view(-1), masks)
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return KV slots int32[R, L] of positions int32[R, L] in slots int32[R]."""
+        """Return the KV slots int32[R, L] of positions int32[R, L] in request slots int32[R]."""
         pool = self.req_to_token_pool
         pages = pool.page_table[slots[:, None], positions // pool.page_size]
         return pages * pool.page_size + positions % pool.page_size
@@ -208,7 +212,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out.view(q.shape)
 
     def _attend_singles(self, q: Tensor, part: SingleRows, layer: Attention) -> Tensor:
-        """Attend q [R, kv_heads, group, dim]; the heads of a group share their keys."""
+        """Attend q [R, kv_heads, group, dim], one token of each row of `part`; return q's shape.
+        The heads of a group share their keys.
+        """
         cells, mask = self._gather(part, layer.sliding_window)
         shape = (part.count, cells.shape[0] // part.count, layer.num_kv_heads, layer.head_dim)
         keys, values = self.token_to_kv_pool.read_cells(layer.layer_id, cells)
@@ -223,7 +229,8 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     ) -> Tensor:
         """Attend one request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim].
 
-        Return q's shape.
+        `mask` bool [n, s] is True where seen. None: all is seen, or with `causal` the tokens up to
+        the query's own (n = s). Return q's shape.
         """
         if not _is_plain(layer):
             if mask is None and causal:
@@ -241,8 +248,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     def _attend_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention) -> Tensor:
         """Attend with explicit scores, for softcaps and sinks; return q's shape.
 
-        q [..., kv_heads, group, n, dim], k and v [..., kv_heads, 1, s, dim]; `mask` broadcasts to
-        [..., kv_heads, group, n, s]. The softmax is in float32, as in transformers.
+        q [..., kv_heads, group, n, dim], k and v [..., kv_heads, 1, s, dim]; `mask` bool broadcasts
+        to [..., kv_heads, group, n, s], True where seen (None: all). The softmax is in float32, as
+        in transformers.
         """
         scores = self.scores(q, k, layer)
         if mask is not None:
@@ -263,9 +271,11 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
 
 
 def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tensor | None:
-    """Return the mask bool [n, n] of a row without KV slots, cached by window.
+    """Return the mask bool [n, n] of a row without KV slots, True where seen; kept in `row.masks`
+    by window.
 
-    None: no token is masked.
+    None: the layer's window, if any, covers the row; the caller still masks later tokens if the
+    layer is causal.
     """
     window, count = layer.sliding_window, row.end - row.start
     if window is None or window >= count:
@@ -279,9 +289,9 @@ def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tenso
 
 def is_seen(visible: Tensor, back: Tensor) -> Tensor:
     """Return bool: whether rows with the words `visible` (`ForwardInputs.visible`) see the KV slots
-    `back` places before their own.
+    `back` places before their own: bit 31 - back of the word; more than 31 places back, True.
 
-    Both are int32 and broadcast.
+    Both are int32 and broadcast. Negative `back` is not masked here: it counts as 0.
     """
     return (visible >> (31 - back).clamp_(min=0, max=31)).bitwise_and_(1).bool() | (back > 31)
 

@@ -26,8 +26,10 @@ def load_cells(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return keys and values [TOKENS, BLOCK_D] of one KV head at the positions [TOKENS] of a
-    request slot; zero where not inside.
+    """Return keys and values [TOKENS, BLOCK_D] of one KV head at the positions [TOKENS] of the
+    request slot `slot`, from caches [cells, kv_heads, DIM] by `page_table` [slots, pages].
+
+    Zero where `inside` bool [TOKENS] is False, which reads nothing, and in columns from DIM on.
     """
     page = tl.load(page_table + slot * table_stride + positions // PAGE, mask=inside, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
@@ -38,7 +40,7 @@ def load_cells(
 
 @triton.jit
 def is_seen(word, back):
-    """Return whether a row with the `ForwardInputs.visible` word sees the KV slot `back` places
-    before its own.
+    """Return whether a row with the `ForwardInputs.visible` word `word` sees the KV slot `back`
+    places before its own: bit 31 - back; more than 31 places back, True. Both broadcast.
     """
     return (back > 31) | ((word >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0)

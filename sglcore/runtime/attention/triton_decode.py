@@ -44,7 +44,7 @@ SIZES = ("rows", "least", "most")
 
 @triton.jit
 def span_of(seq_len, WINDOW: tl.constexpr):
-    """Return how many of `seq_len` tokens a row attends to: the last ones of its window."""
+    """Return how many of `seq_len` tokens a row attends to: the last WINDOW ones (0: all)."""
     return tl.minimum(seq_len, WINDOW) if WINDOW else seq_len
 
 
@@ -68,7 +68,7 @@ def chunks_of(span, least, most, TOKENS: tl.constexpr):
 @triton.jit
 def chunk_ends(seq_lens, rows, least, most, BLOCK_ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
     """Return the running sum of the rows' chunks: for each row, the chunks of it and of all rows
-    before it, int32 [BLOCK_ROWS].
+    before it, int32 [BLOCK_ROWS]. Entries from `rows` on repeat the total.
     """
     row = tl.arange(0, BLOCK_ROWS)
     spans = span_of(tl.load(seq_lens + row, mask=row < rows, other=0), WINDOW)
@@ -238,8 +238,9 @@ def attend_singles(
 ) -> None:
     """Attend one query per row and write `out`, contiguous, of q's shape.
 
-    q [R, heads * dim], caches [cells, kv_heads, dim], slots and seq_lens int [R], `visible` as in a
-    batch. A row of length 0 becomes zero. Does not wait.
+    q [R, heads * dim], caches [cells, kv_heads, dim], `page_table` int32 [slots, pages], `slots`
+    (request slots) and `seq_lens` int [R], `visible` as in a batch. Window, softcap, sinks and
+    scale are those of `layer`. A row of length 0 becomes zero. Does not wait.
     """
     rows, kv_heads, dim = q.shape[0], k_cache.shape[1], k_cache.shape[2]
     if not rows:

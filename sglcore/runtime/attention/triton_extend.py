@@ -101,9 +101,11 @@ def attend_rows(
     layer: Attention,
     tuning: Tuning,
 ) -> None:
-    """Attend rows of several tokens; slots, seq_lens, new_lens and starts int [R].
+    """Attend rows of several tokens; `slots` (request slots), `seq_lens` (with the new tokens),
+    `new_lens` and `starts` int [R]. The new keys and values are in the caches [cells, kv_heads,
+    dim] already.
 
-    Row r has the queries starts[r] to starts[r] + new_lens[r] of q [T, heads * dim]; results go to
+    Row r has the queries [starts[r], starts[r] + new_lens[r]) of q [T, heads * dim]; results go to
     the same rows of `out`, other rows do not change. `longest` is the host's upper bound of
     new_lens. Does not wait.
     """

@@ -24,7 +24,9 @@ class Segment(Protocol):
     """A piece of captured work that can be replayed; `StreamCapture.capture` makes it."""
 
     def replay(self, update: HostUpdate | None = None) -> None:
-        """Queue it on the current stream; returns when `update` is applied."""
+        """Queue it on the current stream, after applying `update` (values that it patches into the
+        graph) if given. Does not wait for the queued work.
+        """
         ...
 
     def reset(self) -> None:
@@ -51,7 +53,8 @@ class StreamCapture(Protocol):
 class Recorder:
     """Records segments on the forward stream into one pool.
 
-    Owns the segments and the memory between them.
+    Owns the segments and the memory between them. The constructor raises CaptureError if the device
+    has no forward stream.
     """
 
     def __init__(self, capture: StreamCapture, streams: Streams) -> None:
@@ -76,8 +79,8 @@ class Recorder:
         return found[: len(like)]
 
     def leave(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values; tensors are copied to memory that the next call between segments
-        reuses.
+        """Return the values as a tuple: tensors copied to memory outside the pool, which the next
+        call between segments reuses (`between`, by place in `inputs`), others as they are.
         """
         return tuple(
             self.between(place, value).copy_(value) if isinstance(value, Tensor) else value
@@ -86,9 +89,10 @@ class Recorder:
 
     @contextmanager
     def record(self) -> Iterator[Segment]:
-        """Capture the work of the block.
+        """Context manager: capture the work that the block queues, as the segment that it gets,
+        which can be replayed after the block.
 
-        Raises CaptureError if it queued none on the forward stream.
+        Raises CaptureError if the block queued none on the forward stream.
         """
         # A pool ends with its last graph; a pool without a successful capture is not reused.
         if not self._segments:

@@ -29,8 +29,8 @@ from sglcore.runtime.split_forward import CapturedSplit, SplitForward
 class CapturedBucket:
     """A graph with everything that it reads.
 
-    These are the static batch view and the plan, or two micro-batches with their plans.
-    `generation` has the generations of the pools at capture.
+    These are the static batch view and the `plan`, or with plan None two micro-batches with their
+    plans (`halves`). `generation` has the generations of the pools at capture.
     """
 
     batch: ForwardBatch

@@ -19,7 +19,7 @@ class CapturedStep(Protocol):
     """One captured forward; `replay` runs it on the present contents of the buffers."""
 
     def replay(self, update: HostUpdate | None) -> Tensor:
-        """Run it and return its output buffer.
+        """Run it and return its output buffer, which the next replay overwrites.
 
         `update` is the result of the attention backend's `refresh`.
         """

@@ -22,7 +22,9 @@ Captured = TypeVar("Captured")
 
 
 def generation(context: ForwardContext) -> tuple[int, int]:
-    """Return the generations of KV pool and states; a graph depends on their addresses."""
+    """Return the generations of KV pool and states (0 without states); a graph depends on their
+    addresses.
+    """
     states = context.state_pool
     return context.attn_backend.generation, 0 if states is None else states.generation
 
@@ -63,7 +65,8 @@ def real_view(registry: BufferRegistry, batch: ForwardBatch) -> ForwardBatch:
 
 
 def planned(view: ForwardBatch, context: ForwardContext) -> forward_context:
-    """Return the context of one forward of `view`; plan first if needed.
+    """Return a context manager in which `view` is the batch of the forward context; plan attention
+    and record the plan on `view` first, unless it has one.
 
     Raises StalePlanError for a plan of another forward.
     """
@@ -92,7 +95,9 @@ class SizedGraphs(ABC, Generic[Captured]):
         registry.freeze()
 
     def capture(self) -> Iterator[int]:
-        """Capture every size, the largest first; yield each size when it is done."""
+        """Capture every size, the largest first; yield each size when it is done. Nothing is
+        captured before the result is iterated.
+        """
         for size in reversed(self.sizes):
             self._captured[size] = self._capture(size)
             yield size
@@ -102,7 +107,9 @@ class SizedGraphs(ABC, Generic[Captured]):
         self._captured.clear()
 
     def bucket_for(self, size: int) -> int | None:
-        """Return the smallest captured size of at least `size`; None if there is none."""
+        """Return the smallest of `sizes` that is at least `size`; None if there is none, or if
+        `size` is 0.
+        """
         place = bisect_left(self.sizes, size)
         return self.sizes[place] if size and place < len(self.sizes) else None
 
@@ -124,7 +131,9 @@ class SizedGraphs(ABC, Generic[Captured]):
         return self._fits(batch) and not self._unread(batch)
 
     def unread(self, batch: ForwardBatch) -> tuple[str, ...]:
-        """Return the inputs that keep the batch from a graph that it fits otherwise."""
+        """Return the names of the inputs that keep the batch from a graph that it fits otherwise;
+        empty if it fits none, or if a graph can run it.
+        """
         return self._unread(batch) if self._fits(batch) else ()
 
     @abstractmethod

@@ -71,7 +71,9 @@ class Uncaptured:
         self._recorder = recorder
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Implements `Segments.run_between` for a warm-up: return zeros without running `call`."""
+        """Implements `Segments.run_between` for a warm-up: return zeros of the shape of the first
+        input, without running `call`.
+        """
         self.has_calls = True
         self._recorder.leave(inputs)
         self._recorder.between("result", inputs[0])
@@ -99,8 +101,8 @@ class Captured:
             return step()
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Implements `Segments.run_between`: end a segment, note the call, and begin the next
-        segment.
+        """Implements `Segments.run_between`: end a segment, note the call, which does not run now,
+        and begin the next segment. The result has the shape of the first input.
 
         Inputs and output are copied, so that the pool can reuse their memory.
         """

@@ -51,7 +51,8 @@ class SplitForward:
     arguments: tuple[Any, ...] = ()
 
     def run(self) -> Tensor:
-        """Run the pieces in order, with attention between segments if there are any.
+        """Run the pieces in order, with attention between segments if the forward context has
+        `segments`; return the hidden states.
 
         Each value is dropped after its last use. A piece is compiled when it is first reached.
         """
@@ -170,7 +171,7 @@ def _attention_in(module: Any) -> fx.Node | None:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return the last user of each node's value."""
+    """Return the last user of each node's value, by node; nodes without a user are left out."""
     return {passed: node for node in graph.nodes for passed in node.all_input_nodes}
 
 

@@ -27,7 +27,7 @@ class ShadowMismatch(RuntimeError):
 
 class Shadow:
     """Compares every Nth replay with an eager forward of the same inputs. `replays` and `compared`
-    are counters.
+    are counters. The constructor raises ValueError for an N below 1.
     """
 
     def __init__(self, every: int) -> None:
@@ -100,11 +100,11 @@ class Held:
         return cls(pool, slots, states, [(tensor, places, tensor[places]) for tensor, places, _ in rows])
 
     def now(self) -> Held:
-        """Copy the current values of the same rows."""
+        """Return a copy of the current values of the same slots and rows."""
         return self._read(self.pool, self.slots, self.rows)
 
     def write(self) -> None:
-        """Restore the copied values."""
+        """Write the copied values back to the slots and rows that they were read from."""
         if self.pool is not None:
             self.pool.write(self.slots, self.states)
         for tensor, places, values in self.rows:
@@ -112,7 +112,8 @@ class Held:
 
 
 def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -> Tensor:
-    """Run `forward` and restore the KV slots of the batch's tokens.
+    """Run `forward`, restore the keys and values that the batch's KV slots had before, and return
+    its result.
 
     Otherwise the eager values, which differ in the last bits, would replace those of the replay.
     """

@@ -29,15 +29,19 @@ def stream_graphs(
     """
 
     def full(facts: Facts, streams: Streams) -> GraphBackend:
-        """Return decode graphs."""
+        """Return a backend of decode graphs; prefill is not captured."""
         return FullGraphs(make_capture(), streams)
 
     def breakable(facts: Facts, streams: Streams) -> GraphBackend:
-        """Return decode graphs, and segmented prefill graphs with eager attention between."""
+        """Return a backend of decode graphs, and of segmented prefill graphs with eager attention
+        between.
+        """
         return BreakableGraphs(make_capture(), streams)
 
     def piecewise(facts: Facts, streams: Streams) -> GraphBackend:
-        """Return decode graphs, and prefill graphs traced as one graph and split at attention."""
+        """Return a backend of decode graphs, and of prefill graphs traced as one graph and split at
+        attention.
+        """
         return PiecewiseGraphs(make_capture(), streams, inductor if compiles and not _interpreted() else as_traced)
 
     return full, breakable, piecewise

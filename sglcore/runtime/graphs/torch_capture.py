@@ -27,7 +27,9 @@ class GraphSegment:
         self._graph = graph
 
     def replay(self, update: HostUpdate | None = None) -> None:
-        """Implements `Segment.replay`: queue the graph on the current stream. `update` is None."""
+        """Implements `Segment.replay`: queue the graph on the current stream. `update` must be
+        None.
+        """
         assert update is None, "this graph takes no update"
         self._graph.replay()
 
@@ -98,7 +100,9 @@ class AcceleratorCapture:
 
 @contextmanager
 def _begun(graph: Any) -> Iterator[None]:
-    """End a capture that has begun when the block ends."""
+    """Context manager: end a capture that has begun when the block ends. After an exception of the
+    block errors of the end are dropped, and the exception is raised again.
+    """
     try:
         yield
     except BaseException:

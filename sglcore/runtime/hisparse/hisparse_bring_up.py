@@ -110,7 +110,9 @@ def hisparse(
     kernels: KernelTable,
     ledger: DecisionLedger,
 ) -> HiSparseCoordinator | None:
-    """Return the coordinator of KV rows in host memory; None if all rows are on the device."""
+    """Allocate the device buffers and return the coordinator of KV rows in host memory; record it
+    in the ledger. None if all rows are on the device.
+    """
     table, rows = pools.req_to_token, pools.token_to_kv
     shape = swap_shape(hisparse_config, model.attention_layers, sizes.max_model_len, sizes.page_size, facts.has_streams)
     if hisparse_config is None or shape is None:

@@ -41,10 +41,11 @@ class Swapped:
     copies: Copies | None = None
 
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """Return int32 [T, K]: the entries that an indexer chose, as rows of the tensor of `read`.
+        """Return int32 [T, K]: the entries `chosen` by an indexer, as rows of the tensor of `read`;
+        -1, for none, stays -1.
 
-        `slots` int32 [T] has the request slot of each token. Call once per layer and step. Runs
-        inside graphs.
+        `slots` int32 [T] has the request slot of each token. Call once per layer with an indexer
+        and step, before `read`. Runs inside graphs.
         """
         rows, self.copies = self.hisparse.swap_in(layer_id, chosen, slots)
         return rows
@@ -115,10 +116,10 @@ class HiSparseCoordinator:
         return Swapped(self._places, owners, self)
 
     def swap_in(self, layer_id: int, chosen: Tensor, slots: Tensor) -> tuple[Tensor, Copies]:
-        """Return device rows int32 [T, K] of the chosen entries, and the copies of missing ones.
+        """Return the device rows int32 [T, K] of the entries `chosen` int32 [T, K] of the request
+        slots `slots` int32 [T] (-1: none), and the copies of missing ones, which `load` makes.
 
-        The copies hold for this layer and the layers after it without an indexer. `slots` int32
-        [T].
+        The copies hold for this layer and the layers after it without an indexer. Does not wait.
         """
         group, rows = self._groups[layer_id], torch.empty_like(chosen)
         copies = Copies(chosen.new_empty(2, *chosen.shape), self.missed[group, : len(slots)])

@@ -26,9 +26,10 @@ CopyRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Rows to copy from one pool to another.
+    """Rows to copy from one pool to another, as the kernel table's `copy_rows` takes them.
 
-    int32 `loads` [2, B, N] and `counts` [B], as in `copy_rows`.
+    `loads` int32 [2, B, N]: row loads[0, b, i] of the source goes to row loads[1, b, i] of the
+    target, for i < counts[b], int32 [B].
     """
 
     loads: Tensor
@@ -121,9 +122,10 @@ class _PageRows:
     rows_per_page: int
 
     def copies(self, begin: Tensor, count: Tensor, total: int) -> Copies:
-        """Return the copies of pages [begin, begin + count) of each request, int32 [R].
+        """Return the copies of all rows of the pages [begin, begin + count) of each request, int32
+        [R] each, counted from the request's first page.
 
-        `total` is their number.
+        `total` is the number of these pages of all requests, known on the host.
         """
         device = self.slots.device
         numbers = torch.arange(len(self.slots), dtype=torch.int32, device=device)
@@ -138,12 +140,16 @@ class _PageRows:
 
 
 def wait_for(reading: torch.Stream, copying: torch.Stream) -> None:
-    """Make `reading` wait for the copies to what it reads next."""
+    """Make the stream `reading` wait for the copies queued on the stream `copying`, which fill the
+    room that it reads next. The host does not wait.
+    """
     reading.wait_stream(copying)
 
 
 def follow(copying: torch.Stream, reading: torch.Stream) -> None:
-    """Make `copying` wait until the room is free and the rows are stored."""
+    """Make the stream `copying` wait for the work queued on the stream `reading`, after which its
+    room is free and the rows are stored. The host does not wait.
+    """
     copying.wait_stream(reading)
 
 

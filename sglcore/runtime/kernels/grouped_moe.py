@@ -16,7 +16,8 @@ from sglcore.runtime.kernels.reference_kernels import clamped_swiglu, relu2, sil
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Implement `KernelTable.moe` by `torch.nn.functional.grouped_mm`.
+    """Implement `KernelTable.moe` by `torch.nn.functional.grouped_mm`: hidden [T, H], weights and
+    ids [T, K] (-1: no expert), w13 [E, 2 I, H], w2 [E, H, I] to [T, H].
 
     Rows are copied for each choice and sorted by expert; the results of a token are summed at once,
     in a wider dtype. Rows of H and of I elements must be multiples of 16 bytes, and bfloat16 if a
@@ -26,7 +27,9 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Implement `KernelTable.relu2_moe` as `grouped_moe` does, with the same conditions."""
+    """Implement `KernelTable.relu2_moe` as `grouped_moe` does, with the same conditions: squared
+    ReLU after w1 [E, I, H], without a gate.
+    """
     return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
 
 
@@ -41,7 +44,10 @@ def grouped_clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Implement `KernelTable.clamped_moe` as `grouped_moe` does, with the same conditions."""
+    """Implement `KernelTable.clamped_moe` as `grouped_moe` does, with the same conditions: experts
+    have biases b13 [E, 2 I] and b2 [E, H] and the activation `clamped_swiglu`, for which gate and
+    up rows of w13 are interleaved.
+    """
 
     def activate(part: Tensor, experts: Tensor) -> Tensor:
         return clamped_swiglu(part + b13[experts], alpha, limit)
@@ -58,7 +64,7 @@ def _grouped(
     activate: Callable[[Tensor, Tensor], Tensor],
     b2: Tensor | None,
 ) -> Tensor:
-    """Compute an MoE by two grouped products.
+    """Compute an MoE [T, H] by two grouped products; tensors as in `grouped_moe`.
 
     `activate(part, experts)` gets the output of the first product and the expert of each of its
     rows; `b2` None: the second product has no bias.

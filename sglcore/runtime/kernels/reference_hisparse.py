@@ -18,7 +18,10 @@ def swap_in(
     loads: Tensor,
     counts: Tensor,
 ) -> None:
-    """Reference of `KernelTable.swap_in`: update the LRU cache of each request."""
+    """Reference of `KernelTable.swap_in`: update the LRU cache of each request, the tables `held`,
+    `order` and `where`, in place; write the device rows of the chosen entries to `rows`, and the
+    copies that they need from the host to `loads` and `counts`.
+    """
     places, count = held.shape[1], chosen.shape[1]
     is_real = (chosen >= 0) & (slots > 0).unsqueeze(1)
     own, line = slots.long(), order[slots.long()].long()
@@ -54,13 +57,16 @@ def swap_in(
 
 
 def _with_spare(lines: Tensor) -> Tensor:
-    """Add a column at the end, as a target for entries that are not to be written."""
+    """Return `lines` [B, N] with a column added at the end, as a target for entries that are not to
+    be written.
+    """
     return torch.cat((lines, lines[:, :1]), dim=1)
 
 
 def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
-    """Reference of `KernelTable.copy_rows`. Loads that are not counted copy row 0 to row 0, which
-    is reserved.
+    """Reference of `KernelTable.copy_rows`: copy row loads[0, b, i] of `source` to row loads[1, b,
+    i] of `target` for i < counts[b]. Loads that are not counted copy row 0 to row 0, which is
+    reserved.
     """
     inside = torch.arange(loads.shape[2], device=loads.device) < counts.unsqueeze(1)
     taken, given = loads.masked_fill(~inside, 0).long().flatten(1).unbind(0)

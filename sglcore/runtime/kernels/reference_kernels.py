@@ -59,7 +59,7 @@ class QuantizedCodes(Protocol):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b."""
+    """Return x W^T + b, [T, out], for x [T, in], weight [out, in] and bias [out] or None."""
     return F.linear(x, weight, bias)
 
 
@@ -69,14 +69,15 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Return the rows of the weight at `ids`."""
+    """Return the rows of the weight [vocab, H] at `ids` int [T]: a new tensor [T, H]."""
     return F.embedding(ids, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply root mean square norm over the last axis (Zhang and Sennrich 2019).
+    """Apply root mean square norm over the last axis of x [..., N] (Zhang and Sennrich 2019); the
+    result has the dtype of x.
 
-    Float32 until the product with the weight, which has the weight's dtype.
+    Computed in float32, then cast to the dtype of the weight [N] before the product with it.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -84,22 +85,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of residual + x, and that sum, which is rounded to the inputs' dtype before
-    the norm.
+    """Return (`rms_norm` of residual + x, that sum), new tensors [T, H]. The sum is rounded to the
+    inputs' dtype before the norm.
     """
     total = residual + x
     return rms_norm(total, weight, eps), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Apply layer norm (Ba et al. 2016)."""
+    """Apply layer norm to x [T, H], with weight and bias [H] (Ba et al. 2016)."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Apply rotary embedding (Su et al. 2021).
+    """Return q [T, heads * head_dim] and k [T, kv_heads * head_dim], rotated by rotary embedding
+    (Su et al. 2021), as new tensors.
 
-    Element i of the rotated part is paired with element i + half.
+    Row p of `cos_sin_cache` [positions, R] has R / 2 cosines, then R / 2 sines, cast to q's dtype.
+    Of each head the first R elements are rotated, i with i + R / 2; the others do not change.
     """
     rows = cos_sin_cache.index_select(0, positions).to(q.dtype).unsqueeze(1)
     cos, sin = rows.chunk(2, dim=-1)
@@ -118,31 +121,35 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Apply SwiGLU (Shazeer 2020): silu of the first half of the columns, times the second half."""
+    """Apply SwiGLU (Shazeer 2020) to x [T, 2 I]: silu of the first I columns, times the others."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """Apply GeGLU (Shazeer 2020) with the tanh approximation: GELU of the first half of the
-    columns, times the second half.
+    """Apply GeGLU (Shazeer 2020) with the tanh approximation to x [T, 2 I]: GELU of the first I
+    columns, times the others.
     """
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Apply GELU (Hendrycks and Gimpel 2016), exact."""
+    """Apply GELU (Hendrycks and Gimpel 2016) with the exact error function, element by element."""
     return F.gelu(x)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap) (Gemma 2, section 2)."""
+    """Return cap * tanh(x / cap), element by element (Gemma 2, section 2)."""
     return torch.tanh(x / cap) * cap
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Reference of `KernelTable.top_k_routing`: a softmax over all experts, then the K largest."""
+    """Reference of `KernelTable.top_k_routing`: a float32 softmax of logits [T, E] over all
+    experts, then the `k` largest, largest first; `normalize` divides them by their sum.
+
+    Return weights [T, k] of the logits' dtype, and expert ids int32 [T, k].
+    """
     weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -150,7 +157,7 @@ def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tens
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Apply the logistic function."""
+    """Apply the logistic function, element by element."""
     return torch.sigmoid(x)
 
 
@@ -160,8 +167,10 @@ def sigmoid_routing(
     """Reference of `KernelTable.sigmoid_routing`, with a bias that balances experts (DeepSeek-V3,
     section 2.1.2).
 
-    Takes the best groups by the sum of their two best experts, then the best experts in them. The
-    bias affects the choice, not the weights.
+    Takes the best `top_groups` of `groups` groups of neighbouring experts by the sum of their two
+    best experts, then the `k` best experts in them. Scores are sigmoid(logits [T, E]); the bias
+    float32 [E] affects the choice, not the weights. `normalize` divides the weights by their sum,
+    before `scale`. Return weights [T, k] of the logits' dtype, and expert ids int32 [T, k].
     """
     scores, (tokens, experts) = torch.sigmoid(logits.float()), logits.shape
     biased = (scores + bias).view(tokens, groups, experts // groups)
@@ -180,7 +189,9 @@ def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, 
     """Reference of `KernelTable.group_limited_routing`, for experts on few devices (DeepSeek-V2,
     section 2.2.2).
 
-    Takes the groups with the best experts, then the best experts in them.
+    Takes the `top_groups` of `groups` groups of neighbouring experts with the best expert, then the
+    `k` best experts in them, by softmax(logits [T, E]). Return those probabilities times `scale`,
+    not normalised, [T, k] of the logits' dtype, and expert ids int32 [T, k].
     """
     scores, (tokens, experts) = torch.softmax(logits.float(), dim=-1), logits.shape
     grouped = scores.view(tokens, groups, experts // groups)
@@ -194,8 +205,10 @@ def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Reference of `KernelTable.moe`: run every expert on every token and mask those not chosen.
+    Return [T, H], in hidden's dtype.
 
-    No shape depends on the routing.
+    hidden [T, H], weights and ids [T, K] (-1: no expert), w13 [E, 2 I, H], gate rows first, and w2
+    [E, H, I]. No shape depends on the routing.
     """
 
     def run(expert: int) -> Tensor:
@@ -205,7 +218,9 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
 
 
 def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Reference of `KernelTable.relu2_moe`, computed as `moe`."""
+    """Reference of `KernelTable.relu2_moe`, computed as `moe`, for experts with squared ReLU after
+    w1 [E, I, H], without a gate.
+    """
 
     def run(expert: int) -> Tensor:
         return F.linear(relu2(F.linear(hidden, w1[expert])), w2[expert])
@@ -214,15 +229,15 @@ def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tens
 
 
 def relu2(x: Tensor) -> Tensor:
-    """Return max(x, 0)^2 (So et al. 2021, Primer)."""
+    """Return max(x, 0)^2, element by element (So et al. 2021, Primer)."""
     return torch.relu(x).square()
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(alpha * gate) (gpt-oss), with gate at most `limit` and up
-    within +-`limit`.
+    """Return (up + 1) * gate * sigmoid(alpha * gate) (gpt-oss), [..., I], with gate at most `limit`
+    and up within +-`limit`.
 
-    Gate and up are interleaved: columns 2 i and 2 i + 1 of x.
+    Gate and up are interleaved: columns 2 i and 2 i + 1 of x [..., 2 I].
     """
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
@@ -239,7 +254,11 @@ def clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Reference of `KernelTable.clamped_moe`, computed as `moe`: every expert on every token."""
+    """Reference of `KernelTable.clamped_moe`, computed as `moe`: every expert on every token.
+
+    Experts have biases b13 [E, 2 I] and b2 [E, H] and the activation `clamped_swiglu`, for which
+    gate and up rows of w13 are interleaved.
+    """
 
     def run(expert: int) -> Tensor:
         return _clamped(hidden, w13[expert], b13[expert], w2[expert], b2[expert], alpha, limit)
@@ -248,15 +267,17 @@ def clamped_moe(
 
 
 def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
-    """Return silu(gate) * up, gate at most `limit` and up within +-`limit` (DeepSeek-V4). Gate is
-    the first half of the columns.
+    """Return silu(gate) * up, [T, I], gate at most `limit` and up within +-`limit` (DeepSeek-V4).
+    Gate is the first half of the columns of x [T, 2 I].
     """
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """Reference of `KernelTable.limited_moe`, computed as `moe`: every expert on every token."""
+    """Reference of `KernelTable.limited_moe`, computed as `moe`: every expert on every token, with
+    the activation `limited_silu_and_mul`.
+    """
 
     def run(expert: int) -> Tensor:
         return F.linear(limited_silu_and_mul(F.linear(hidden, w13[expert]), limit), w2[expert])
@@ -265,16 +286,21 @@ def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Reference of `KernelTable.sqrtsoftplus_routing`. The bias affects the choice, not the
-    weights.
+    """Reference of `KernelTable.sqrtsoftplus_routing`: the `k` experts with the largest
+    sqrt(softplus(logits [T, E])) + bias, float32 [E].
+
+    Return weights [T, k] of the logits' dtype, which are the scores without the bias, divided by
+    their sum, times `scale`; and expert ids int32 [T, k].
     """
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, torch.topk(scores + bias, k, dim=-1)[1], scale, logits.dtype)
 
 
 def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Reference of `KernelTable.hash_routing`: choose experts by token id, weight them by logits
-    (Roller et al. 2021, Hash Layers).
+    """Reference of `KernelTable.hash_routing`: the experts of token t are table[input_ids[t]], of
+    `table` int32 [vocab, K] (Roller et al. 2021, Hash Layers).
+
+    Return weights [T, K] as `sqrtsoftplus_routing` computes them, and expert ids int32 [T, K].
     """
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
@@ -311,7 +337,9 @@ def mxfp4_moe(
 
 
 def _clamped(hidden: Tensor, w13: Tensor, b13: Tensor, w2: Tensor, b2: Tensor, alpha: float, limit: float) -> Tensor:
-    """Run one expert of `clamped_moe` on every token."""
+    """Return the output [T, H] of one expert of `clamped_moe`, with its own weights and biases, for
+    every token of hidden [T, H]; not weighted.
+    """
     return F.linear(clamped_swiglu(F.linear(hidden, w13, b13), alpha, limit), w2, b2)
 
 
@@ -325,7 +353,9 @@ def _every_expert(hidden: Tensor, weights: Tensor, ids: Tensor, experts: int, ru
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Reference of `KernelTable.store_kv`: two indexed assignments."""
+    """Reference of `KernelTable.store_kv`: write row t of key and value [T, kv_heads, D] to KV slot
+    out_cache_loc[t] of both caches [cells, kv_heads, D], cast to their dtype.
+    """
     k_cache[out_cache_loc] = key.to(k_cache.dtype)
     v_cache[out_cache_loc] = value.to(v_cache.dtype)
 
@@ -341,7 +371,8 @@ def rotary_and_store(
     v_cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:
-    """Reference of `KernelTable.rotary_and_store`: call `rotary`, then `store_kv`.
+    """Reference of `KernelTable.rotary_and_store`: call `rotary`, then `store_kv` with the rotated
+    k and with v [T, kv_heads * head_dim]. Return the rotated q.
 
     Not in the default table: it would replace a device's own two kernels.
     """
@@ -365,8 +396,8 @@ def norm_rotary_and_store(
     k_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """Reference of `KernelTable.norm_rotary_and_store`: call `rms_norm` for each head of q and k,
-    then `rotary_and_store`.
+    """Reference of `KernelTable.norm_rotary_and_store`: call `rms_norm` for each head of q and k
+    with weights [head_dim], then `rotary_and_store`. Return the normed and rotated q.
     """
     q, k = (
         rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)
@@ -376,15 +407,18 @@ def norm_rotary_and_store(
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Reference of `KernelTable.gated_linear`: call `linear`, then `silu_and_mul`."""
+    """Reference of `KernelTable.gated_linear`: call `linear` with weight [2 I, in], gate rows
+    first, without bias, then `silu_and_mul`; return [T, I].
+    """
     return silu_and_mul(linear(x, weight, None))
 
 
 def cache_locations(
     page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out_cache_loc: Tensor
 ) -> None:
-    """Reference of `KernelTable.cache_locations`: write the KV slot of each token to
-    `out_cache_loc`.
+    """Reference of `KernelTable.cache_locations`: write the KV slot of each of T tokens to
+    `out_cache_loc` int [T], by request slot and position int32 [T] and by the pages of the slots in
+    `page_table` int32 [S, P]: page * page_size + position % page_size.
     """
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
     torch.remainder(positions, page_size, out=out_cache_loc)
@@ -392,12 +426,16 @@ def cache_locations(
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-    """Reference of `KernelTable.draw`: call the sampler's own function, in torch."""
+    """Reference of `KernelTable.draw`: call the sampler's own function, in torch. Return the tokens
+    int32 [B] drawn from logits [B, V], and bool [B]: rows with NaN, +inf or only -inf (token 0).
+    """
     return draw_rows(logits, state, tables)
 
 
 def pack_quantized(quantized: QuantizedCodes) -> Tensor:
-    """Reference of `KernelTable.pack_quantized`: dequantise to a plain weight [N, K]."""
+    """Reference of `KernelTable.pack_quantized`: dequantise to a plain weight [N, K] of
+    `quantized.dtype`, a new tensor.
+    """
     columns = quantized.codes.shape[1]
     scales, zeros = (
         part if part is None else part.repeat_interleave(quantized.group, 1)[:, :columns]
@@ -409,10 +447,10 @@ def pack_quantized(quantized: QuantizedCodes) -> Tensor:
 
 
 def quantize_linear(weight: Tensor, kind: str) -> Tensor:
-    """Reference of `KernelTable.quantize_linear`: round each group of 32 columns to equal steps and
-    return a plain weight.
+    """Reference of `KernelTable.quantize_linear`: round each group of 32 columns of a row to equal
+    steps and return a plain weight of the same shape and dtype.
 
-    A step is 1/127 of the largest magnitude ("int8"), or 1/15 of the range ("int4").
+    A step is 1/127 of the group's largest magnitude (`kind` "int8"), or 1/15 of its range ("int4").
     """
     columns = weight.shape[1]
     padded = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-(-columns // 32), 32))
@@ -429,13 +467,15 @@ def pack_head(weight: Tensor) -> Tensor:
 
 
 def head(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Reference of `KernelTable.head`: `linear` without a bias, cast to float32."""
+    """Reference of `KernelTable.head`: `linear` of hidden [N, H] and weight [vocab, H], without a
+    bias, cast to float32 [N, vocab] afterwards.
+    """
     return linear(hidden, weight, None).float()
 
 
 def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-    """Reference of `KernelTable.pack_parts`: concatenate the parts by rows and pack them. Never
-    returns None.
+    """Reference of `KernelTable.pack_parts`: concatenate the parts [rows, in] by rows, call `done`
+    with the index of each part, and return the `pack_linear` of the whole. Never returns None.
     """
     joined = torch.cat(list(parts))
     for place in range(len(parts)):
@@ -444,5 +484,7 @@ def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor |
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference of `KernelTable.greedy`: call the sampler's own function, in torch."""
+    """Reference of `KernelTable.greedy`: call the sampler's own function, in torch. Return the
+    first largest logit of each row as a token int32 [B], and the bad rows bool [B] as in `draw`.
+    """
     return draw_greedy(logits)

@@ -36,8 +36,13 @@ def causal_conv(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Reference of `KernelTable.causal_conv`: convolve each channel over a token and the W - 1
-    before it (Gu and Dao 2023, Mamba).
+    """Reference of `KernelTable.causal_conv`: convolve each channel of x [T, C] over a token and
+    the W - 1 before it, with weight [W, C] and bias [C], then silu if `silu` (Gu and Dao 2023,
+    Mamba). Return [T, C].
+
+    `tails` [S, W - 1, C] has the last inputs of each slot and is updated in place. Row r continues
+    slot slots[r], has the tokens [starts[r], starts[r] + lengths[r]) (both None: token r) and
+    leaves its new tail at targets[r] (None: at slots[r]); slot 0 is padding.
     """
     if targets is not None:
         own, places = _apart(tails, slots)
@@ -67,10 +72,12 @@ def gated_delta_rule(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Reference of `KernelTable.gated_delta_rule`.
+    """Reference of `KernelTable.gated_delta_rule`: S = exp(g) S; S = S + k (beta (v - S^T k))^T;
+    S^T q / sqrt(K), with q and k of length 1 (Yang et al. 2024, Gated Delta Networks).
 
-    S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q, with q and k of length 1 (Yang et al. 2024,
-    Gated Delta Networks).
+    qkv [T, 2 Hk K + H V] has queries and keys of Hk heads, then values of H heads; a and b [T, H],
+    a_log and dt_bias float32 [H]. `states` float32 [slots, H, K, V] are updated in place. Return
+    [T, H V]. `slots`, `starts`, `lengths` and `targets` are those of `causal_conv`.
     """
     if targets is not None:
         own, places = _apart(states, slots)
@@ -96,7 +103,9 @@ def gated_delta_rule(
 
 
 def _unit(x: Tensor, heads: int) -> Tensor:
-    """Normalise every head of float32 [N, key_heads, K] and repeat each heads / key_heads times."""
+    """Normalise every head of float32 [N, key_heads, K] to length 1 and repeat each heads /
+    key_heads times, next to each other: [N, heads, K].
+    """
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -115,10 +124,12 @@ def selective_scan(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Reference of `KernelTable.selective_scan`.
+    """Reference of `KernelTable.selective_scan`: S = exp(dt A) S + dt x B^T; S C + D x, with A =
+    -exp(a_log) and dt = softplus(dt + dt_bias) within [dt_min, dt_max] (Dao and Gu 2024, Mamba 2).
 
-    S = exp(dt A) S + dt x B^T; S C + D x, with dt = softplus(dt + bias) within its limits (Dao and
-    Gu 2024, Mamba 2).
+    xbc [T, H P + 2 G N] has x of H heads, then B and C of G groups; dt [T, H], a_log, d and dt_bias
+    float32 [H]. `states` float32 [slots, H, P, N] are updated in place. Return [T, H P]. `slots`,
+    `starts`, `lengths` and `targets` are those of `causal_conv`.
     """
     if targets is not None:
         own, places = _apart(states, slots)
@@ -145,11 +156,11 @@ def selective_scan(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """Reference of `KernelTable.gated_rms_norm`: root mean square norm of each group, times
-    silu(gate).
+    """Reference of `KernelTable.gated_rms_norm`: root mean square norm of each `size` elements of x
+    [T, N], times silu(gate [T, N]); return [T, N] of x's dtype.
 
     The product comes before the norm if `gate_first` (Mamba 2), otherwise after it (Gated Delta
-    Networks).
+    Networks). The G rows of weight [G, size] belong to the groups of `size` elements in turn.
     """
     tokens, width = x.shape
     groups, size = weight.shape

@@ -19,8 +19,11 @@ AT_ONCE = 1 << 24
 
 
 def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool) -> Tensor:
-    """Reference of `KernelTable.rope_tail`: rotate pairs of neighbours (Su et al. 2021), in
-    float32.
+    """Reference of `KernelTable.rope_tail`: rotate the last R elements of each head of x [T, H, D]
+    in pairs of neighbours (Su et al. 2021), backwards if `is_inverse`, in float32.
+
+    `cos_sin_cache` float32 [positions, R] has R / 2 cosines, then R / 2 sines. With `norm_eps` each
+    head is scaled to root mean square 1 before. Return a new tensor of x's shape and dtype.
     """
     values = x.float()
     if norm_eps is not None:
@@ -30,8 +33,8 @@ def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: flo
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last elements of float32 [..., D] in pairs (2 i, 2 i + 1); cos and sin have one
-    column per pair.
+    """Return float32 [..., D] with its last R elements rotated in pairs (2 i, 2 i + 1); cos and sin
+    [..., R / 2] have one column per pair.
     """
     rest, last = x.split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     even, odd = last[..., ::2], last[..., 1::2]
@@ -49,8 +52,9 @@ def norm_rope_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """Reference of `KernelTable.norm_rope_store`: normalise the first elements, rotate the last
-    ones, and store the rows.
+    """Reference of `KernelTable.norm_rope_store`: scale the first S elements of each row of x [T,
+    D] to root mean square 1, times weight [S]; rotate the last R as `rope_tail` does; store row t
+    at rows[out_rows[t]], encoded by `codec`, or without one cast to the dtype of `rows`.
     """
     size, values = weight.shape[0], x.float()
     first = values[:, :size]
@@ -70,8 +74,9 @@ def index_key_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """Reference of `KernelTable.index_key_store`: layer norm, rotate the first elements in pairs
-    (i, i + half), and store the rows.
+    """Reference of `KernelTable.index_key_store`: layer norm of x [T, D], rotate the first R
+    elements in pairs (i, i + R / 2), and store row t at rows[out_rows[t]], encoded by `codec`, or
+    without one cast to the dtype of `rows`.
     """
     values = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
@@ -86,7 +91,9 @@ def _store(values: Tensor, rows: Tensor, out_rows: Tensor, codec: RowCodec | Non
 
 
 def _read(rows: Tensor, chosen: Tensor, codec: RowCodec | None) -> Tensor:
-    """Return float32 [*chosen, size]; -1 entries read as zeros."""
+    """Return the elements of the rows `chosen` (any shape, int) as float32 [*chosen.shape, D],
+    decoded if there is a codec; entries of -1 read as zeros.
+    """
     found = rows.index_select(0, chosen.clamp(min=0).flatten())
     values = found.float() if codec is None else codec.decode(found)
     return values.view(*chosen.shape, values.shape[1]).masked_fill((chosen < 0).unsqueeze(-1), 0)
@@ -95,8 +102,10 @@ def _read(rows: Tensor, chosen: Tensor, codec: RowCodec | None) -> Tensor:
 def window_rows(
     table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
 ) -> None:
-    """Reference of `KernelTable.window_rows`: write the rows of the last `window` tokens up to each
-    token.
+    """Reference of `KernelTable.window_rows`: write to `out` int32 [T, window] the rows of the last
+    `window` tokens up to each token, the oldest first, then -1.
+
+    Row p of a slot is in page table[slot, p // page_size]; `token_slots` and `positions` are [T].
     """
     places = torch.arange(window, device=out.device) + (positions.unsqueeze(1) - window + 1).clamp(min=0)
     found = _rows_at(table, token_slots, places, page_size)
@@ -104,8 +113,10 @@ def window_rows(
 
 
 def block_rows(table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor) -> None:
-    """Reference of `KernelTable.block_rows`: write the rows of all blocks that are complete with
-    each token.
+    """Reference of `KernelTable.block_rows`: write to `out` int32 [T, W] the rows of all blocks of
+    `ratio` tokens that are complete with each token, in order, then -1.
+
+    A page has page_size / ratio rows. `token_slots` and `positions` are [T].
     """
     out.copy_(_seen_rows(table, token_slots, (positions + 1) // ratio, page_size // ratio, out.shape[1]))
 
@@ -143,8 +154,12 @@ def compress_plan(
     out_rows: Tensor,
     writes: Tensor,
 ) -> None:
-    """Reference of `KernelTable.compress_plan`: count the blocks that each request completes, and
-    number them as events.
+    """Reference of `KernelTable.compress_plan`: count the blocks of `ratio` tokens that each
+    request completes in this step, number them as events, and write what `compress` needs.
+
+    For each event, `reads` int32 [N, W] are the sources of its W tokens (a token of this step, -2 -
+    a row of the state, or -1), `block_positions` [N] its first position, `out_rows` [N] its row in
+    the pool. `writes` [T] are the rows of the state that receive each token (0: none).
     """
     ends = seq_lens.long()
     begins = ends - (1 if lengths is None else lengths)
@@ -183,8 +198,11 @@ def compress_plan(
 
 
 def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
-    """Reference of `KernelTable.compress`: weight the tokens of a block by a softmax per channel;
-    then update the state.
+    """Reference of `KernelTable.compress`: sum the values of each block's W tokens, weighted by a
+    softmax of their gates plus `ape` per channel; return the N blocks [N, C * ratio / W].
+
+    kv_gate [T, 2 C] has values, then gates; `reads` int32 [N, W] and `writes` [T] are those of
+    `compress_plan`. Afterwards row t is stored at state[writes[t]].
     """
     ratio, width = ape.shape
     events, span = reads.shape
@@ -217,8 +235,11 @@ def index_logits(
     width: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Reference of `KernelTable.index_logits`: sum the positive scores of the heads, with signed
-    weights (DeepSeek-V3.2, section 2.1).
+    """Reference of `KernelTable.index_logits`: return float32 [T, width], the scores of the first
+    lens[t] rows of each token's request, -inf after them.
+
+    A score is `scale` times the sum over heads of weights [T, H] times max(q [T, H, D] . key, 0)
+    (DeepSeek-V3.2, section 2.1). `keys` are found by the pages in `table` and decoded by `codec`.
     """
     logits = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device)
     for part in _parts(q.shape[0], width * q.shape[2]):
@@ -230,8 +251,8 @@ def index_logits(
 
 
 def _parts(tokens: int, each: int) -> Iterator[slice]:
-    """Yield slices of the tokens, so that a slice gathers at most AT_ONCE elements if a token
-    gathers `each`.
+    """Yield slices that cover `tokens` tokens in order, so that a slice gathers at most AT_ONCE
+    elements if a token gathers `each`; at least one token per slice.
     """
     step = max(1, AT_ONCE // max(1, each))
     for first in range(0, tokens, step):
@@ -239,8 +260,9 @@ def _parts(tokens: int, each: int) -> Iterator[slice]:
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """Reference of `KernelTable.index_top_k`: choose the K largest, of equal ones the first, and
-    return their rows in text order.
+    """Reference of `KernelTable.index_top_k`: choose the `k` largest of the first lens[t] logits of
+    [T, W], of equal ones the first, and return their rows by `table`, int32 [T, k], in text order,
+    then -1.
     """
     width = logits.shape[1]
     places = torch.sort(logits, dim=1, descending=True, stable=True)[1][:, :k]
@@ -260,8 +282,11 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Reference of `KernelTable.sparse_mqa`: softmax attention over the chosen rows of both pools;
-    a row is key and value.
+    """Reference of `KernelTable.sparse_mqa`: softmax attention of q [T, H, D] over the chosen rows
+    of both pools, int32 [T, W] each (-1: none); all heads share them. Return [T, H, value_size].
+
+    A row is a key, its first `value_size` elements the value. `sinks` [H] are scores of a further
+    key without a value. Zeros where nothing is chosen.
     """
     out = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device)
     width = chosen.shape[1] + (0 if more_chosen is None else more_chosen.shape[1])
@@ -299,8 +324,8 @@ def paged_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Reference of `KernelTable.paged_mqa`: attend to the first `lens` rows of each token's
-    request.
+    """Reference of `KernelTable.paged_mqa`: as `sparse_mqa` without sinks, over the first lens[t]
+    rows of each token's request, found by the pages in `table`. Return [T, H, value_size].
     """
     out, width = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device), table.shape[1] * page_size
     for part in _parts(q.shape[0], width * q.shape[2]):
@@ -311,16 +336,21 @@ def paged_mqa(
 
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Reference of `KernelTable.grouped_linear`: one product per group."""
+    """Reference of `KernelTable.grouped_linear`: one product per group, of x [T, G, K] and weight
+    [G, R, K]; return [T, G, R].
+    """
     return torch.einsum("tgk,grk->tgr", x, weight)
 
 
 def hc_pre(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of `KernelTable.hc_pre`: mix the residual streams by weights computed from them.
+    """Reference of `KernelTable.hc_pre`: compute mixing weights from the n residual streams h [T,
+    n, d] (manifold-constrained hyper-connections, Xie et al. 2025).
 
-    These are manifold-constrained hyper-connections (Xie et al. 2025).
+    Return the layer's input [T, d], a weighted sum of the streams; and for `hc_post` the weights of
+    the layer's result float32 [T, n], and those of the streams float32 [T, n, n] after `iters`
+    normalisations of their rows and columns.
     """
     tokens, n, _ = h.shape
     pre, post, comb = _mixes(h, fn, norm_eps).split((n, n, n * n), dim=-1)
@@ -335,20 +365,24 @@ def hc_pre(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Reference of `KernelTable.hc_post`: add the layer's result x to every mixed stream."""
+    """Reference of `KernelTable.hc_post`: return the new streams [T, n, d]. Stream k is post[k]
+    times the layer's result x [T, d], plus the sum over j of comb[j, k] times stream j of h.
+    """
     mixed = torch.einsum("tjk,tjd->tkd", comb, h.float())
     return (post.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).to(h.dtype)
 
 
 def hc_head(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-    """Reference of `KernelTable.hc_head`: reduce the streams to one."""
+    """Reference of `KernelTable.hc_head`: return the weighted sum [T, d] of the streams h [T, n,
+    d], with the weights by which `hc_pre` makes a layer's input.
+    """
     pre = torch.sigmoid(_mixes(h, fn, norm_eps) * scale + base) + hc_eps
     return (pre.unsqueeze(-1) * h.float()).sum(1).to(h.dtype)
 
 
 def _mixes(h: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """Return float32 [T, outputs]: the products of `fn` with all streams of a token, scaled to root
-    mean square 1.
+    """Return float32 [T, outputs]: the products of `fn` [outputs, n d] with all n streams of each
+    token of h [T, n, d], together scaled to root mean square 1.
     """
     flat = h.float().flatten(1)
     return F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps), fn.float())

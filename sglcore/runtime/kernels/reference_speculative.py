@@ -18,8 +18,11 @@ def place_proposals(
     seq_lens: Tensor,
     owners: Tensor,
 ) -> None:
-    """Reference of `KernelTable.place_proposals`: place each token of a request by the tables of
-    its slot.
+    """Reference of `KernelTable.place_proposals`: write `ids`, `positions`, `seq_lens` and `owners`
+    int32 [B * N] of B requests' roots and N - 1 draft tokens, from the tables by slot `last`,
+    `lengths` and `proposals`.
+
+    A token at or past the request's limit, or its `nodes`, gets position 0 and owner slot 0.
     """
     if not slots.numel():
         return
@@ -46,8 +49,11 @@ def accept_proposals(
     proposals: Tensor,
     runs: Tensor,
 ) -> None:
-    """Reference of `KernelTable.accept_proposals`: count the accepted draft tokens of each request
-    and update `last` and `lengths` for the next step.
+    """Reference of `KernelTable.accept_proposals`: count the accepted draft tokens of each request,
+    those equal to the tokens `drawn` int32 [B * N] in their places, up to the first difference;
+    update the tables by slot `last` and `lengths` for the next step.
+
+    Writes `runs` int32 [4, B]: accepted, verified, row of the last accepted token, new length.
     """
     if not slots.numel():
         return
@@ -77,8 +83,11 @@ def tree_walk(
     path: Tensor,
     runs: Tensor,
 ) -> None:
-    """Reference of `KernelTable.tree_walk`: find the accepted path of each request's tree and
-    update `last` and `lengths` for the next step.
+    """Reference of `KernelTable.tree_walk`: find the accepted path of each request's tree, of nodes
+    equal to the tokens `drawn` after their parents; update the tables by slot `last` and `lengths`.
+
+    Writes the path's nodes, root first, to `path` int32 [B, steps], and to `runs` int32 [4, B]: the
+    path's draft tokens, verified ones, index of the last one in `path`, new length.
     """
     if not slots.numel():
         return

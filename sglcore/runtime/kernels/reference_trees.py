@@ -17,8 +17,10 @@ def tree_expand(
     beams: Tensor,
     reached: Tensor,
 ) -> None:
-    """Reference of `KernelTable.tree_expand`: record the candidates of one depth and choose the
-    beams of the next.
+    """Reference of `KernelTable.tree_expand`: write the candidates of one depth, `tokens` and their
+    scores plus the beams' `chances`, to `records` and `sums` from number `first` on, and the w with
+    the largest sums to `beams` int32 [3, B, w] (token, beam it grew from, record) and their sums to
+    `reached`.
     """
     count, width = reached.shape
     if not count:
@@ -40,7 +42,10 @@ def tree_expand(
 
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-    """Reference of `KernelTable.tree_build`: keep the likeliest records as nodes of the tree."""
+    """Reference of `KernelTable.tree_build`: write the N - 1 records with the largest sums, in
+    record order, as nodes 1 and on to `tree` int32 [3, B, N - 1]: token (-1: its sum is -inf),
+    parent node (0: the root), depth.
+    """
     count, nodes = tree.shape[1:]
     best = sums.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     chosen = best.sort(1).values
@@ -55,7 +60,10 @@ def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> N
 def tree_place(
     tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
 ) -> None:
-    """Reference of `KernelTable.tree_place`: store trees in the tables of their slots."""
+    """Reference of `KernelTable.tree_place`: store trees (int32 [B, N - 1] each) at their request
+    slots: tokens in `proposals`, and in `trees` int32 [4, S, N] each node's parent, depth minus
+    number, ancestors' bits, and visibility word.
+    """
     nodes = trees.shape[2]
     before, behind = (torch.nn.functional.pad(each, (1, 0)) for each in (parents, depths))
     places = torch.arange(nodes, dtype=torch.int64, device=slots.device)

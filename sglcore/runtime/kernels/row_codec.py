@@ -88,9 +88,9 @@ class RowCodec:
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def encode(self, values: Tensor) -> Tensor:
-        """Encode float [N, size] to uint8 [N, num_bytes].
+        """Encode float [N, size] to a new tensor uint8 [N, num_bytes].
 
-        The error of a float8 element is at most 1/16 of itself, or 2^-9 of its scale.
+        The error of a float8 element is at most 1/16 of itself, or 2^-9 of its group's scale.
         """
         rows, rounded, most = values.shape[0], self.size - self.exact, self.floats.most
         groups = F.pad(values[:, :rounded].float(), (0, self.num_scales * self.group - rounded))

@@ -63,7 +63,8 @@ class Trial:
 
     def failure(self, *call: object) -> str:
         """Return how the library failed for such a call, empty if it did not. The first time for
-        each dtype and size, it runs and waits for the device.
+        each dtype and size, it runs and waits for the device; later the first answer is returned.
+        Raises SglcoreError and OutOfMemoryError, which are no failure of the library.
         """
         key = ", ".join(f"{arg.dtype}{list(arg.shape)}" if isinstance(arg, Tensor) else str(arg) for arg in call)
         if key not in self._failures:
@@ -437,7 +438,9 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
 
     @property
     def replaced(self) -> dict[str, str]:
-        """The origin (`module:name`), by entry, of every entry that is not the reference."""
+        """The origin (`module:name`), by entry, of every entry that has a function other than the
+        reference; entries that are None are left out.
+        """
         declared = self.declared()
         return {
             name: origin for name, origin in self.origin.items() if vars(self)[name] is not declared[name].reference
@@ -457,7 +460,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
 
     def offering(self, library: str, entry: str, make: Callable[[], Limited]) -> Self:
         """Return the table with the library's function for `entry`, which `make` returns; or, if
-        `make` raises, the same table with the reason in `refused`.
+        `make` raises, the same table with the reason in `refused`. A SglcoreError is raised.
+        `library` is a name for the reason.
         """
         try:
             return self.replace(**{entry: make()})
@@ -469,12 +473,12 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
             return self.refusing(f"{library} refused for {entry}: {one_line(error)}")
 
     def refusing(self, *reasons: str) -> Self:
-        """Return the same table with these reasons added to `refused`."""
+        """Return a table with the same functions, and with these reasons added to `refused`."""
         return self._like(self, refused=(*self.refused, *reasons))
 
     def storing(self, float8: str) -> Self:
-        """Return the same table with this format for KV rows in 8 bits, a name in
-        `row_codec.FLOATS`.
+        """Return a table with the same functions, and with this format for KV rows in 8 bits, a
+        name in `row_codec.FLOATS`.
 
         Raises `ConfigError` for another name.
         """
@@ -483,8 +487,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         return self._like(self, float8=float8)
 
     def rounding(self, activation_bits: int) -> Self:
-        """Return the same table with this value of `activation_bits`: it states what the device's
-        `linear` does, and changes no function.
+        """Return a table with the same functions and this value of `activation_bits`: it states
+        what the device's `linear` does, and changes no function.
         """
         return self._like(self, activation_bits=activation_bits)
 

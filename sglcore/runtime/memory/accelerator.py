@@ -19,7 +19,8 @@ The rest is for activations, graphs and the allocator.
 
 
 def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """Bring-up step: return total and free bytes of the device, after weights are loaded.
+    """Bring-up step: return total and free bytes of the device and the share for KV slots,
+    `DEFAULT_SHARE`. `model` is not read: as a parameter it makes the step wait for the weights.
 
     Memory of other processes counts as used; memory that torch's allocator caches counts as free.
     Waits for work in flight, so that memory held by it counts as free too. Raises what torch raises

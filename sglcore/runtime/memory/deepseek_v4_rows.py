@@ -39,8 +39,8 @@ def kept_rows(
     hisparse: bool = False,
     float8: str = E4M3FN,
 ) -> LayerRows:
-    """Return the rows of one layer that computes in `dtype`; `compression` None: the layer keeps a
-    window only.
+    """Return the rows of one layer that computes in `dtype`, by name: WINDOW; with `compression`
+    also BLOCKS and STATE, and if an indexer chooses blocks INDEX_KEYS and INDEX_STATE.
 
     States are float32, values and gates side by side. If the last block's tokens also enter the
     next block, states are kept in window pages, so that a request can continue from a cached page.
@@ -76,13 +76,17 @@ class DeepSeekV4TokenToKVPool(BaseSWAKVPool):
 
     @property
     def states(self) -> tuple[KeptRows, ...]:
-        """The compressor states, one entry for each kind of block."""
+        """The format of the compressor states STATE, one for each distinct (ratio, span) of the
+        layers.
+        """
         found = {(kept.ratio, kept.span): kept for layer in self.layers if (kept := layer.get(STATE)) is not None}
         return tuple(found.values())
 
     @property
     def listed_ratios(self) -> tuple[int, ...]:
-        """The ratios of layers that attend to all blocks."""
+        """The distinct ratios of the layers with blocks that attend to all of them, without an
+        indexer; in order of the layers.
+        """
         return tuple(
             dict.fromkeys(each[BLOCKS].ratio for each in self.layers if BLOCKS in each and INDEX_KEYS not in each)
         )

@@ -40,7 +40,9 @@ def keeps_window(layer: Attention, window: int) -> bool:
 def layer_shapes(
     layers: Sequence[Attention], kept: Callable[[Attention], bool] = lambda layer: layer.stores
 ) -> LayerShapes:
-    """Return what a pool holds of each layer: no heads for layers that are not `kept` in it."""
+    """Return (kv_heads, head_dim) of each layer in order, as a pool holds them: 0 heads for a layer
+    for which `kept(layer)` is False.
+    """
     return tuple((layer.num_kv_heads if kept(layer) else 0, layer.head_dim) for layer in layers)
 
 
@@ -55,7 +57,8 @@ def geometry(
     """Return the window length and the bytes of a page, window page, state, ring and host page.
 
     Windows of at least `most` tokens are kept like all tokens, because no page would be freed in
-    time. A window page is freed when neither the next query nor a block that begins in it needs it.
+    time; if all are, the window length is 0 and window rows count in the page. A window page is
+    freed when neither the next query nor a block that begins in it needs it.
     """
     rows = [layer.rows for layer in layers]
     least = max((1 + reach(each) for each in rows), default=1)

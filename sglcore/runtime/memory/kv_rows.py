@@ -96,11 +96,13 @@ class KeptRows:
         return self.ratio if self.place is Place.SLOTS else lcm(self.ratio, self.ring or 1)
 
     def count(self, page_size: int) -> int:
-        """Return the rows of one page or slot."""
+        """Return the number of rows in one page of `page_size` tokens, or in one slot."""
         return self.ring or page_size // self.ratio
 
     def num_bytes(self, page_size: int) -> int:
-        """Return the bytes of one page or slot."""
+        """Return the bytes of the rows of one layer in one page of `page_size` tokens, or in one
+        slot.
+        """
         return self.count(page_size) * self.row.nbytes
 
     @property
@@ -147,7 +149,9 @@ class RowCounts:
     slots: int = 0
 
     def owners(self, place: Place) -> int:
-        """Return the number of pages or slots of a kind, including the reserved one."""
+        """Return the number of pages or slots of a kind, including the reserved one; pages in host
+        memory are the same number as those on the device.
+        """
         if place is Place.SLOTS:
             return 1 + self.slots
         return 1 + (self.window_pages or self.pages if place is Place.WINDOW_PAGES else self.pages)
@@ -184,11 +188,14 @@ class RowPool:
         self._rows = self._allocate()
 
     def rows(self, layer_id: int, name: str) -> Tensor:
-        """Return a layer's rows [rows, size] of this name."""
+        """Return the tensor of a layer's rows of this name, not a copy: [rows, size], or uint8
+        [rows, bytes] with a codec. It is on the host for rows of `Place.HOST_PAGES` that are
+        pinned.
+        """
         return self._rows[layer_id][name]
 
     def codec(self, layer_id: int, name: str) -> RowCodec | None:
-        """Return the codec of those rows; None: they hold numbers."""
+        """Return the codec of a layer's rows of this name; None: they hold numbers, not codes."""
         return self.layers[layer_id][name].codec
 
     def on_device(self, layer_id: int) -> dict[str, Tensor]:

@@ -33,7 +33,9 @@ class WindowPools:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pools of one worker: page table, KV slots, token table, states, windows."""
+    """The pools of one worker: page table, KV slots, token table, states (None: no layer has one)
+    and windows (None: no layer frees pages outside its window).
+    """
 
     req_to_token: ReqToTokenPool
     token_to_kv: KVPool
@@ -50,9 +52,10 @@ def make_rows(
     table: WindowTable | None,
     pins: bool = False,
 ) -> RowPool:
-    """Return one pool of all KV rows of these layers.
+    """Return one pool of all KV rows of these layers: a `DeepSeekV4TokenToKVPool` if a layer has
+    window rows, otherwise a `RowPool`.
 
-    `table` names the sliding-window pages, if there are any. `pins` as in `RowPool`.
+    `table` names the sliding-window pages, if there are any. `poison` and `pins` as in `RowPool`.
     """
     counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
     given = [layer.rows for layer in layers], sizes.page_size, counts, device, poison, pins
@@ -68,9 +71,11 @@ def make_cells(
     windowed: Collection[int],
     is_encoder: bool,
 ) -> tuple[TokenToKVPool, TokenToKVPool | None]:
-    """Return the KV slots of layers that keep all tokens, and of `windowed` layers if any.
+    """Return the pool of the layers that keep all tokens, and that of the layers with ids in
+    `windowed` (None if there are none).
 
-    An encoder gets one page of KV slots.
+    `make_pool(pages, shapes)` makes each; a layer of the other pool has 0 heads. The first pool of
+    an encoder has one page.
     """
 
     def cells(count: int, of_windows: bool) -> TokenToKVPool:

@@ -45,9 +45,12 @@ def sizes(
     hisparse_config: HiSparseConfig | None = None,
     groups: Groups | None = None,
 ) -> MemorySizes:
-    """Return pages and context length, from the free memory and the bytes of a KV slot.
+    """Bring-up step: return the numbers of pages, requests and snapshots and the context length,
+    from the free memory and the bytes that the layers keep; record them in the ledger.
 
-    All ranks have the same sizes: those of the rank with the least memory.
+    All ranks have the same sizes: those of the rank with the least memory, so with `groups` it
+    waits for the other ranks. Raises ConfigError for a KV dtype or page size that does not fit the
+    model, or if memory does not suffice.
     """
     if groups is not None:
         device_memory = least_of_ranks(facts, device_memory, groups)
@@ -114,9 +117,10 @@ def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
 
 
 def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:
-    """Return the memory of the rank that has the least; ranks that share memory divide it.
+    """Return `own` with the available bytes of the rank that has the least. If the ranks of a host
+    share its memory, total and available bytes are first divided by their number.
 
-    Waits for the others.
+    Every rank calls this; waits for the others.
     """
     sharing = groups.place.neighbours if facts.shares_host_memory else 1
     available = groups.tp.least(own.available // sharing)
@@ -147,7 +151,8 @@ def pools(
     pool_kind: PoolKind = PER_HEAD,
     speculation: Speculation | None = None,
 ) -> Pools:
-    """Return page table, KV slots or KV rows, token table, windows and states.
+    """Bring-up step: allocate page table, KV slots or KV rows, token table, windows and states on
+    the device, of the sizes that `sizes` returned.
 
     An encoder gets one page of KV slots.
     """

@@ -38,16 +38,16 @@ class PoolPages:
         return self._pool.num_cells // self.page_size
 
     def read(self, region: int, pages: Ints) -> Bytes:
-        """Implements `PageMemory.read`: gather pages on the forward stream and copy them to the
-        host. Waits.
+        """Implements `PageMemory.read`: gather the pages `pages` int [N] of a region on the forward
+        stream and return them on the host, uint8 [N, bytes of a page]. Waits.
         """
         with self._streams.running():
             tensor = self._bytes(region)
             return tensor.index_select(0, self._places(pages, tensor)).cpu().numpy()
 
     def write(self, region: int, pages: Ints, data: NDArray[np.uint8]) -> None:
-        """Implements `PageMemory.write`: copy to the device and scatter to pages on the forward
-        stream.
+        """Implements `PageMemory.write`: copy `data` uint8 [N, bytes of a page] to the device and
+        scatter it to the pages `pages` int [N] of a region, on the forward stream.
         """
         with self._streams.running():
             tensor = self._bytes(region)

@@ -62,7 +62,8 @@ class ReqToTokenPool:
         return self.max_pages * self.page_size
 
     def changes(self, batch: ScheduleBatch) -> Mapping[str, NDArray[np.int32]]:
-        """Return the page-table changes of a step: flat entries int32[N], and pages int32[N].
+        """Return the page-table changes of a step, by the two `names`: flat entries int32[N] (slot
+        * pages per request + column), and their pages int32[N].
 
         Empty if there are none. Raises ValueError if a request has more pages than its row holds.
         """

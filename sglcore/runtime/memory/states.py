@@ -47,7 +47,9 @@ class KeepsState(Protocol):
 
 class Runs(NamedTuple):
     """The fields `run_*` of `ForwardInputs`, int32[T] each: in a decode with several rows per
-    request, from which slot each run of rows reads its state, and to which it writes it.
+    request, which state each run of consecutive rows reads (`slots`) and writes (`targets`), and
+    its number of rows (`lens`, 0 if no run begins at the row). `rows` is each row's place in the
+    buffer of `StatePool.keep`.
     """
 
     slots: Tensor
@@ -60,8 +62,8 @@ class Replays(KeepsState, Protocol):
     """A layer with a state that can be advanced over the same tokens again."""
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """Advance the states of `rows` by their inputs `taken` [T, n], as the kernel table's
-        recurrent entries do; return [T, m].
+        """Advance the states of `rows`, in place, by their inputs `taken` [T, n], as the kernel
+        table's recurrent entries do; return their outputs [T, m].
         """
         ...
 
@@ -139,10 +141,11 @@ class StatePool:
         self._copy(arrived, "state_kept", "state_copies")
 
     def runs(self, slots: Tensor, width: int) -> Runs:
-        """Return the runs of a decode with `width` rows per request.
+        """Return the runs of a decode with `width` rows per request, one run for each request.
 
-        `slots` int32[T], 0 for padding. The states do not change; `take_in` advances them once the
-        accepted rows are known. Does not wait.
+        `slots` int32[T] are the rows' request slots, 0 for padding. All runs write to slot 0, so
+        the states do not change; `take_in` advances them once the accepted rows are known. Does not
+        wait.
         """
         of_requests = slots.view(-1, width)
         parts = torch.zeros(2, *of_requests.shape, dtype=torch.int32, device=slots.device)
@@ -150,8 +153,8 @@ class StatePool:
         return Runs(parts[0].flatten(), torch.zeros_like(slots), parts[1].flatten(), self.places(len(slots)) + 1)
 
     def places(self, count: int) -> Tensor:
-        """Return int32 [0, 1, ..., count - 1], a view; `count` is at most the rows of a
-        verification.
+        """Return int32 [0, 1, ..., count - 1], a view of constants; `count` is at most the rows of
+        a verification of all requests (`verified` * `max_requests`).
         """
         return self._places[:count]
 

@@ -49,9 +49,9 @@ current_turn: Callable[[], Turn | None] = _turn.get
 
 
 def pause() -> None:
-    """Let the other function run until it pauses; call before a wait.
+    """Let the other function run until it pauses or ends; call before a wait.
 
-    Does nothing without another function.
+    Does nothing if the running function is not interleaved with another.
     """
     turn = _turn.get()
     if turn is not None:
@@ -75,7 +75,9 @@ class _Second(Generic[Result]):
         self._first, self._turn = Turn(self.strand.switch, stagger), Turn(getcurrent().switch)
 
     def beside(self, function: Callable[[], Result]) -> Result:
-        """Run the first function and return its result."""
+        """Run the first function, `function`, and return its result; its pauses switch to the
+        second, which may not have ended yet when this returns.
+        """
         _turn.set(self._first)
         return function()
 
@@ -90,7 +92,7 @@ class _Second(Generic[Result]):
             self._first.goes_on()
 
     def finish(self) -> None:
-        """Run the second function to its end."""
+        """Run the second function to its end, without further pauses; it may have ended already."""
         self._turn.goes_on()
         while not self.strand.dead:
             self.strand.switch()

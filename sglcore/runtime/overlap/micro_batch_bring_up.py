@@ -38,9 +38,10 @@ def cut_terms(
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> CutTerms | None:
-    """Return which batches run as two micro-batches; None if none do.
+    """Return which batches run as two micro-batches; None if none do. Records the decision in the
+    ledger.
 
-    Waits for all ranks if it measures.
+    With `two_batch_overlap` "auto" it measures, and waits for all ranks.
     """
     asked = config.two_batch_overlap
     if asked == "off":
@@ -121,7 +122,8 @@ def _told(terms: CutTerms) -> str:
 
 
 def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
-    """Return the terms of all ranks, from the layer cost that each rank measured.
+    """Return the terms of all ranks, from the layer cost that each rank measured (None: no batch is
+    faster as two micro-batches), and the measured numbers as text. Waits for all ranks.
 
     These are the largest thresholds and staggers of all ranks: a rank with different terms would
     make others enter collectives that it does not join.
@@ -144,7 +146,7 @@ def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers
 
 
 def _for_all(rows: int, groups: Groups) -> int:
-    """Return the maximum over all ranks."""
+    """Return the maximum of `rows` over all ranks. Every rank calls this; waits for them."""
     return -groups.tp.least(-rows)
 
 

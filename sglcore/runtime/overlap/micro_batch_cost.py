@@ -84,7 +84,7 @@ class LayerCost:
         return min(STAGGERS, key=lambda stagger: (round(in_turns(pieces, stagger), 9), stagger))
 
     def whole(self, rows: int) -> float:
-        """Return the seconds of a layer with `rows` rows."""
+        """Return the seconds of a layer with `rows` rows as one batch: computing plus waiting."""
         return self.compute.seconds(rows) + self.waiting.seconds(rows)
 
     def halves(self, rows: int) -> float:

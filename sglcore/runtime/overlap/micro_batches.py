@@ -85,7 +85,9 @@ class Halves:
         return CapturedHalves(self, cut, plans)
 
     def parts(self, batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBatch]:
-        """Return the two micro-batches, without plans."""
+        """Return the two micro-batches, with the tokens [0, cut) and the others, without attention
+        plans; each has its half of the step plan of data-parallel shards, if there is one.
+        """
         first, second = filter_batch(batch, 0, cut), filter_batch(batch, cut, batch.num_tokens)
         plan = batch.step_plan
         if plan is not None and plan.cuts is not None:
@@ -93,7 +95,9 @@ class Halves:
         return first, second
 
     def forward(self, model: Forward, context: ForwardContext, parts: tuple[ForwardBatch, ForwardBatch]) -> Tensor:
-        """Return hidden states [T, H] of two planned micro-batches."""
+        """Run two planned micro-batches interleaved, and return the hidden states [T, H] of the
+        first, then of the second.
+        """
         contexts = [
             replace(context, attn_backend=backend, batch=part)
             for backend, part in zip(self.backends, parts, strict=True)

@@ -30,9 +30,10 @@ class Partition:
 
 
 def make_parts(package: DevicePackage, device: torch.device) -> tuple[tuple[Part, ...], int]:
-    """Return a stream for each share, and the device's number of units.
+    """Return a `Part`, a stream with a limited number of units, for each share of `prompt_units`,
+    and the device's number of units.
 
-    Raises ConfigError if the device cannot be partitioned.
+    Raises ConfigError if the package has no `partition`, or the device cannot be partitioned.
     """
     if package.partition is None:
         raise ConfigError(f"the package of {package.name!r} divides no compute units")

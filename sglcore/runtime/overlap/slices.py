@@ -185,7 +185,7 @@ class Passed:
         return []
 
     def read(self) -> list[NDArray]:
-        """Wait for the stream to reach the event; return no tokens."""
+        """Wait for the stream to reach the event; return no tokens: empty int32 and bool arrays."""
         self._event.synchronize()
         return [np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)]
 
@@ -197,11 +197,11 @@ class SliceSteps:
         self.slices = slices
 
     def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
-        """Run some layers of the open prefill, on the stream of `Slices`; the last slice samples on
-        the current stream. Does not wait.
+        """Queue some layers of the open prefill, on the stream of `Slices`, and return the ticket
+        of the step; the last slice samples on the current stream. Does not wait.
 
-        The batch that runs the first layers opens the prefill. None for a batch without `layers`;
-        if it is not a decode, it also drops the open prefill.
+        The batch that runs the first layers opens the prefill. None for a batch without `layers`,
+        which is not run here; if it is not a decode, it also drops the open prefill.
         """
         if batch.layers is None:
             if not batch.forward_mode.is_decode:

@@ -59,7 +59,9 @@ class Lane:
 def lane(
     config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
 ) -> Lane:
-    """Return the configured lane, or the best available one.
+    """Return the lane: INTERLEAVE if prompts run whole, it is configured, or the device or several
+    ranks allow no other; PRIORITY if configured; else PARTITION, or PRIORITY if the device cannot
+    be partitioned. `slice_ledger` records it.
 
     Raises ConfigError for an invalid slice setting.
     """
@@ -100,7 +102,9 @@ def slice_ledger(
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> DecisionLedger | None:
-    """Return the ledger for decisions on prefill slices; None if prompts run whole.
+    """Return the ledger for decisions on prefill slices; None if prompts run whole. Records in
+    `ledger` what was asked for and how slices run, or why prompts run whole although slices were
+    asked for.
 
     Raises ConfigError for an invalid setting.
     """
@@ -123,7 +127,7 @@ def _why_whole(
     hisparse: HiSparseCoordinator | None,
     groups: Groups | None,
 ) -> tuple[str, str]:
-    """Return why prompts cannot run in slices, and the remedy; empty if they can."""
+    """Return why prompts cannot run in slices, and the remedy; two empty texts if they can."""
     if model.config.is_encoder or not model.sliced_layers:
         return f"the forward of {model.config.architecture} is not divided into layers", "--prompt-slices off"
     if speculation is not None:

@@ -76,7 +76,9 @@ class Dispatcher(Protocol):
         ...
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
-        """Send expert outputs [R, H] for the rows of `dispatched` back."""
+        """Send expert outputs [R, H] back to the rows' ranks; R and the order are those of the
+        `ExpertInput` that `dispatched` returned. They are not weighted yet.
+        """
         ...
 
 
@@ -87,7 +89,7 @@ class MakeDispatcher(Protocol):
 
     @property
     def is_fixed(self) -> bool:
-        """See `Dispatcher`."""
+        """True if no shape of its dispatchers depends on the routing and the host does not wait."""
         ...
 
     def __call__(self, group: AnyGroup, each: int, max_rows: int) -> Dispatcher:
@@ -103,7 +105,7 @@ class _Ragged:
     """The `Dispatched` of a `RaggedDispatcher`.
 
     `order` int64 [S] are indices of the T * K choices in send order; `sent` and `received` count
-    rows by rank.
+    rows by rank. `shape` is (T, K). `rows` and `experts` are the exchanges in progress.
     """
 
     rows: Handle
@@ -160,7 +162,9 @@ class RaggedDispatcher:
         return _Ragged(given, experts, order, sent, received, (len(rows), places.shape[1]))
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
-        """Implements `Dispatcher.launch_combine`."""
+        """Implements `Dispatcher.launch_combine`: send each row back to the rank it came from, by
+        the counts of the dispatch.
+        """
         assert isinstance(dispatched, _Ragged)
         back = self._group.launch_all_to_all(made.contiguous(), dispatched.received, dispatched.sent)
         return _RaggedBack(back, dispatched)
@@ -208,7 +212,9 @@ class FixedDispatcher:
     is_fixed: ClassVar[bool] = True
 
     def __init__(self, group: AnyGroup, each: int, max_rows: int) -> None:
-        """Parameters as in `MakeDispatcher.__call__`."""
+        """Parameters as in `MakeDispatcher.__call__`; each expert has `max_rows` places for every
+        rank.
+        """
         self._group, self._each, self.max_rows = group, each, max_rows
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
@@ -230,7 +236,9 @@ class FixedDispatcher:
         return _Fixed(self._exchanged(every[:-1]), every_expert, places)
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
-        """Implements `Dispatcher.launch_combine`."""
+        """Implements `Dispatcher.launch_combine`: send the rows of all places back, padding
+        included.
+        """
         assert isinstance(dispatched, _Fixed)
         return _FixedBack(self._exchanged(made), dispatched.places, self.max_rows)
 

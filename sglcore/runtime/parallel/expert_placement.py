@@ -28,7 +28,9 @@ class Placement:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a table that misses an expert or cannot be divided equally."""
+        """Raise ConfigError for a table that misses an expert, names an unknown one, or cannot be
+        divided equally among the ranks.
+        """
         found = set(self.held.tolist())
         lost = sorted(set(range(self.num_experts)) - found)
         if lost or not found <= set(range(self.num_experts)):

@@ -20,7 +20,8 @@ MOST_IN_BURST = 50
 
 
 def measure(group: Group, device: torch.device, sizes: Sequence[int]) -> list[tuple[str, int, float]]:
-    """Return (operation, bytes, seconds) of all-reduce and all-to-all for several sizes.
+    """Return (operation, bytes, seconds of one call) for each size of `sizes`, first of
+    "all_reduce", then of "all_to_all".
 
     `sizes` are bytes per rank. Every rank must call this with the same sizes; waits. The bytes are
     those of the actual tensors: equal parts for each rank, at least one number each.

@@ -21,7 +21,8 @@ TOLD: Mapping[str, str] = MappingProxyType(
 
 
 def choose_dispatcher(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> MakeDispatcher:
-    """Return the expert dispatcher: by name, else the device's own, else the ragged reference.
+    """Return what makes expert dispatchers, such as the class `RaggedDispatcher`: by the configured
+    name, or with "auto" the first that the device package offers, else the ragged reference.
 
     Recorded in the ledger with expert parallelism. Raises ConfigError for an unknown name.
     """

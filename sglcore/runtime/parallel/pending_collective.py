@@ -27,7 +27,7 @@ class Handle(Protocol):
         ...
 
     def finish(self) -> Tensor:
-        """Return the result without letting the other micro-batch run."""
+        """Return the result as `wait` does, without letting the other micro-batch run."""
         ...
 
 
@@ -40,11 +40,11 @@ class Finished:
         self._result = result
 
     def wait(self) -> Tensor:
-        """See `Handle`."""
+        """Return the result at once; the other micro-batch does not run."""
         return self._result
 
     def finish(self) -> Tensor:
-        """See `Handle`."""
+        """Return the result at once."""
         return self._result
 
 
@@ -64,13 +64,17 @@ class Launched:
         self._turn, self._result, self._held, self._size = turn, result, held, size
 
     def wait(self) -> Tensor:
-        """See `Handle`."""
+        """Let the other micro-batch run, wait for the work and return its result. Later calls
+        return the result at once. Raises CollectiveError if the work failed.
+        """
         if self._work is not None:
             self._turn.pause()
         return self.finish()
 
     def finish(self) -> Tensor:
-        """See `Handle`."""
+        """Wait for the work and return its result, without letting the other micro-batch run.
+        Raises CollectiveError if the work failed.
+        """
         if self._work is not None:
             try:
                 self._work.wait()

@@ -33,7 +33,8 @@ Collective = Callable[[bool], dist.Work | None]
 
 
 class Group:
-    """A group of ranks 0 to size - 1; this process is `rank`. Sums are computed in place.
+    """A group of ranks 0 to size - 1; this process is `rank`. A failed collective raises
+    CollectiveError.
 
     Uses only functions that every torch from 2.11 on has; those that take one tensor for all parts
     were renamed. Whether a call waits depends on the backend: a tensor on a stream is ordered with
@@ -53,7 +54,7 @@ class Group:
         """`host`: a group of the same ranks for tensors in host memory.
 
         `in_graphs`: captured graphs may hold sums. `checks`: ranks compare the operation before
-        each collective and raise an error that names both if they differ; slow.
+        each collective, and each raises CollectiveError with its own one if they differ; slow.
         """
         self.rank, self.size = rank, size
         self._group, self._host = group, host
@@ -65,19 +66,21 @@ class Group:
         return self._in_graphs
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x`, which must be contiguous, over all ranks, in place."""
+        """Sum `x`, which must be contiguous, over all ranks, in place, and return it."""
         self._check("all_reduce", x)
         return self._run(lambda later: dist.all_reduce(x, group=self._group, async_op=later), x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather `x`, which must be contiguous, from all ranks: [size, *shape of x]."""
+        """Return a new tensor [size, *shape of x]: the `x` of every rank, by rank. `x` must be
+        contiguous and of one shape.
+        """
         self._check("all_gather", x)
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
         return self._run(lambda later: dist.all_gather(parts, x, group=self._group, async_op=later), out)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum [size * N, ...] over all ranks and return this rank's N rows."""
+        """Sum `x` [size * N, ...] over all ranks and return a new tensor of this rank's N rows."""
         self._check("reduce_scatter", x)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         parts = list(x.chunk(self.size))
@@ -87,8 +90,8 @@ class Group:
         """Return the rows that the ranks sent here, in rank order: [sum of received, ...].
 
         `sent` and `received` are this rank's numbers of rows to and from each rank, in rank order;
-        x has the rows in the order in which they are sent. Both None: the same number for each
-        rank.
+        x has the rows in the order in which they are sent. Both None: the rows of x divided equally
+        among the ranks.
         """
         out, collective = self._exchange(x, sent, received)
         return self._run(collective, out)
@@ -132,7 +135,9 @@ class Group:
         return found
 
     def _smaller(self, name: str, group: dist.ProcessGroup, rank: int, size: int, host: dist.ProcessGroup) -> Group:
-        """Return a group of some of these ranks; the name is unique."""
+        """Return a group of some of these ranks. `name`, unique among the groups, is for kinds of
+        groups that need one; here it is not used.
+        """
         return Group(group, rank, size, host, checks=self._checks, in_graphs=self._in_graphs)
 
     def close(self) -> None:
@@ -204,10 +209,11 @@ AnyGroup = Group | Alone
 def join(
     place: Place, communication: Communication, *, checks: bool = False, make: Callable[..., Group] = Group
 ) -> Group:
-    """Connect all ranks of the topology; waits at most MEETING.
+    """Connect all ranks of the topology and return the group of all; waits at most MEETING.
 
-    Sets the timeouts of later collectives. `make` makes the device's kind of group. Raises
-    WorkerLost if ranks of several hosts do not find each other.
+    Sets the timeouts of later collectives. `checks` as in `Group`; `make` makes the device's kind
+    of group. If ranks do not find each other, raises WorkerLost with several hosts, and
+    torch.distributed's RuntimeError on one.
     """
     try:
         return _joined(place, communication, checks, make)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def world(
     config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
 ) -> Group | None:
-    """Connect all ranks and return their group.
+    """Bring-up step: connect all ranks and return their group; waits for them. With
+    `config.poison` each collective is checked (`Group`).
 
     None with one rank: no communication library is loaded.
     """
@@ -40,7 +41,8 @@ def groups(
     world: Group | None,
     place: Place | None = None,
 ) -> Groups | None:
-    """Return the communication groups of this rank.
+    """Bring-up step: return the communication groups of this rank, with the expert dispatcher of
+    `choose_dispatcher`. Every rank calls this.
 
     None with one rank, which needs no collectives.
     """

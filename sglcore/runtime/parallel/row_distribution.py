@@ -57,7 +57,9 @@ class RowMoves:
         return MOVES[source, target, is_partial](self, x)
 
     def own_part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of `LOCAL` rows, without the padding of `SCATTERED`."""
+        """Return this rank's part of `LOCAL` rows, a view, without the padding of `SCATTERED`: the
+        last ranks may have fewer rows, or none.
+        """
         each = self._part_size()
         return x[self._groups.attn_tp.rank * each : (self._groups.attn_tp.rank + 1) * each]
 
@@ -123,7 +125,9 @@ def _same(moves: RowMoves, x: Tensor) -> Tensor:
 
 
 def _grown(x: Tensor, rows: int) -> Tensor:
-    """Pad `x` with zero rows at the end to `rows` rows."""
+    """Return `x` padded with zero rows at the end to `rows` rows: a new tensor, or `x` itself if it
+    has `rows` rows.
+    """
     if len(x) == rows:
         return x
     grown = x.new_zeros(rows, *x.shape[1:])

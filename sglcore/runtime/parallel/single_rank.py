@@ -8,8 +8,8 @@ from sglcore.runtime.parallel.pending_collective import Finished, Handle
 
 
 class Alone:
-    """Has the operations of `Group`, for one rank: each returns the local value without
-    communication.
+    """Has the operations of `Group` that layers use, for one rank: each returns the local value
+    without communication and without a copy. It has no `barrier`, `part` and `close`.
     """
 
     rank, size = 0, 1

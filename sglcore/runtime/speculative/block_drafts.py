@@ -59,7 +59,9 @@ class BlockDrafter:
         self._steps = torch.arange(model.block_size, dtype=torch.int32, device=runner.token_table.last.device)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Implements `Drafter.advance`."""
+        """Implements `Drafter.advance`: store the features of the target's rows, then draw all
+        wanted tokens from one forward over the requests' blocks (none if no token is wanted).
+        """
         self.inject(rows)
         count, size = len(rows.most_lens), self._model.block_size
         if not rows.wanted or not count:
@@ -76,7 +78,8 @@ class BlockDrafter:
             self._model.inject(self._model.project(rows.features), batch)
 
     def block(self, rows: DraftRows) -> ForwardBatch:
-        """Return a decode batch of every row of each request's block.
+        """Return a decode batch of R * block_size rows: each request's block, which is its root and
+        then mask tokens.
 
         A row without a KV slot goes to slot 0; no other row sees it.
         """
@@ -90,7 +93,9 @@ class BlockDrafter:
         return replace(batch, seq_lens=torch.where(places < limits, ends, 1).flatten())
 
     def _most_lens(self, rows: DraftRows) -> NDArray[np.int32]:
-        """Return host lengths int32[R * block]: upper bounds, or exact if `is_exact`."""
+        """Return the host's lengths int32[R * block_size] of the rows of `block`: upper bounds, or
+        exact if `is_exact`.
+        """
         steps, limits = np.arange(self._model.block_size, dtype=np.int32), rows.host_limits[:, None]
         places = rows.most_lens[:, None] + steps
         most = np.minimum(rows.most_lens[:, None] + np.int32(len(steps)), limits)
@@ -98,5 +103,5 @@ class BlockDrafter:
         return np.maximum(most, np.int32(1)).reshape(-1)
 
     def close(self) -> None:
-        """Free the runner's graphs."""
+        """Close the runner: free its graphs, and leave the communication groups, if any."""
         self.runner.close()

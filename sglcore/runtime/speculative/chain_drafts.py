@@ -47,7 +47,7 @@ class AutoregressiveDrafter(ABC):
         """
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Implements `Drafter.advance`."""
+        """Implements `Drafter.advance` by `take_in`, then `follow` for the wanted tokens."""
         return self.follow(rows, self.take_in(rows), rows.wanted)
 
     def follow(self, rows: DraftRows, hidden: Tensor, wanted: int) -> Tensor:
@@ -84,7 +84,7 @@ class AutoregressiveDrafter(ABC):
         return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None, plan)
 
     def close(self) -> None:
-        """Free the runner's graphs."""
+        """Close the runner: free its graphs, and leave the communication groups, if any."""
         self.runner.close()
 
 

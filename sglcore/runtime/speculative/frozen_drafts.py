@@ -40,11 +40,13 @@ class FrozenDrafter:
         self._epoch = 0
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Implements `Drafter.advance`."""
+        """Implements `Drafter.advance` by `follow` for the wanted tokens: nothing is stored."""
         return self.follow(rows, rows.wanted)
 
     def follow(self, rows: DraftRows, wanted: int) -> Tensor:
-        """Return int32[R, wanted], each draft token after the one before it."""
+        """Return int32[R, wanted], each draft token drawn after the one before it, by one forward
+        for each; no forward without requests or if `wanted` is 0.
+        """
         count, found = len(rows.most_lens), list[Tensor]()
         if not wanted or not count:
             return torch.empty(count, wanted, dtype=torch.int32, device=rows.ids.device)
@@ -69,9 +71,8 @@ class FrozenDrafter:
         return replace(decode_batch(rows.batch, slots, positions, ids, most, features), turn=Turn(self._epoch, 0))
 
     def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
-        """Plan the batch for `steps` forwards, unless a graph runs it.
-
-        Graphs have their own plans.
+        """Plan attention for `steps` forwards and record the plan on the batch, unless a graph
+        runs it: graphs have their own plans. Return the batch itself.
         """
         runner = self.runner
         if runner.graphs is None or not runner.graphs.can_run(batch):
@@ -94,5 +95,5 @@ class FrozenDrafter:
         return batch.turn._replace(step=batch.turn.step + 1)
 
     def close(self) -> None:
-        """Free the runner's graphs."""
+        """Close the runner: free its graphs, and leave the communication groups, if any."""
         self.runner.close()

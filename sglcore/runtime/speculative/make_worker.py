@@ -59,7 +59,9 @@ def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
 
 
 def _against_overlap(speculation: Speculation, target: ModelRunner, draft: ModelRunner | None) -> str:
-    """Return why a step must wait for the tokens accepted by the one before, or an empty text."""
+    """Return why a step must wait for the tokens accepted by the one before; empty if it need not:
+    the host proposes tokens, or a forward of the target or the draft needs exact lengths there.
+    """
     if not DRAFT_KINDS[speculation.kind].has_model and lookup_steps(speculation.kind).from_host:
         return f"{speculation.kind} proposes tokens on the host, which must know the text"
     for whose, runner in (("the target's", target), ("the draft's", draft)):
@@ -80,7 +82,8 @@ def make_speculative_worker(
     facts: Facts,
     draft_heads: Sequence[ModelRunner] = (),
 ) -> SpeculativeWorker:
-    """Return the worker that verifies draft tokens in its decode steps.
+    """Return the worker that verifies draft tokens in its decode steps: a `TreeWorker` for trees, a
+    `RejectionWorker` for a rule of RULES, otherwise a `SpeculativeWorker`.
 
     A step has decode rows or prefill rows, never both. Each step waits for the one before if a
     forward of the target or of the draft needs exact lengths on the host, or the host proposes

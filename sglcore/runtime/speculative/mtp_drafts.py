@@ -81,7 +81,9 @@ class MultiHeadDrafter:
         self._beyond = torch.zeros(slots, back, dtype=torch.int32, device=device)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Implements `Drafter.advance`."""
+        """Implements `Drafter.advance`: run every layer over the target's rows, and draw a wanted
+        token from each layer's output before the next layer runs.
+        """
         assert rows.features is not None
         found, count = list[Tensor](), len(rows.most_lens)
         run = self.run_verified if rows.batch.forward_mode.is_decode else self.run_prompts
@@ -116,7 +118,8 @@ class MultiHeadDrafter:
             yield hidden.index_select(0, last)
 
     def run_nothing(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-        """Run the layers without requests, because other data-parallel shards have some.
+        """Run each layer without requests, because other data-parallel shards have some, and yield
+        its output, which has no rows.
 
         `features` are [0, H].
         """
@@ -154,7 +157,8 @@ class MultiHeadDrafter:
             yield hidden.index_select(0, rows.select)
 
     def verified(self, rows: DraftRows, features: Tensor) -> Window:
-        """Return the KV slots before a verification and its own.
+        """Return the rows to run for a verification: k - 1 KV slots before it, and its own. k is
+        the number of layers; `features` [T, H] are those of its rows, projected.
 
         Host lengths are those of the verification, as far as the host knows them.
         """
@@ -175,7 +179,7 @@ class MultiHeadDrafter:
         return Window(rows.slots, decode, ids, known, features)
 
     def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
-        """Return the KV slots before prefill chunks.
+        """Return the rows to run before prefill chunks: k - 1 KV slots before each, for k layers.
 
         The tokens of a chunk are `first` <= i <= `ends` int32[B] of the batch.
         """
@@ -201,9 +205,10 @@ class MultiHeadDrafter:
         return slots[:, None] * usable, places * usable
 
     def keep(self, slots: Tensor, ids: Tensor, features: Tensor) -> None:
-        """Store inputs of the last k - 1 KV slots of slots int32[B].
+        """Store the inputs of the last k - 1 KV slots of the request slots `slots` int32[B].
 
-        These are the tokens after the KV slots, and the target's features.
+        These are the tokens after the KV slots, `ids` int32[B * (k - 1)], and the target's
+        projected features [B * (k - 1), H].
         """
         self._ids.index_put_((slots,), ids.view(-1, self._back))
         self._features.index_put_((slots,), features.view(-1, self._back, features.shape[-1]))
@@ -271,6 +276,8 @@ class MultiHeadDrafter:
         return np.maximum(cells + steps, np.int32(1))
 
     def close(self) -> None:
-        """Free the runners' graphs."""
+        """Close the runners: free their graphs, and leave the communication groups if there are
+        any.
+        """
         for each in self.runners:
             each.close()

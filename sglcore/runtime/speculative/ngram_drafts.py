@@ -40,7 +40,8 @@ class NgramDrafter:
 def propose(known: Tensor, last: Tensor, tokens: int, least: int, most: int) -> Tensor:
     """Return draft tokens int32[R, tokens] for texts `known` int32[R, M].
 
-    A text ends at index `last` int32[R]. NONE if its last `least` tokens did not occur before. No
+    A text ends at index `last` int32[R]. The tokens are those after the latest occurrence of its
+    longest suffix of `least` to `most` tokens that occurred before; NONE throughout if none did. No
     host reads.
     """
     width = known.shape[1]

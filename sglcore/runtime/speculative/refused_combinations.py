@@ -35,7 +35,9 @@ def _refused(name: str, **reasons: str) -> Combination:
 
 
 def _of_kinds(feature: str, name: str, **reasons: str) -> Combination:
-    """Return the combination of a feature that the kinds themselves refuse."""
+    """Return the combination `name` of a feature that some kinds of DRAFT_KINDS refuse by their own
+    `refused`, with further `reasons` by kind, ALL or TREES.
+    """
     own = {kind.name: kind.refused[feature] for kind in DRAFT_KINDS.values() if feature in kind.refused}
     return _refused(name, **own, **reasons)
 

@@ -70,9 +70,11 @@ class Rejection:
         self.sampler = sampler
 
     def drafting(self, state: SamplingState, slots: Tensor, lengths: Tensor, laws: Tensor) -> DrawDraft:
-        """Return a function that draws draft tokens and stores their distributions.
+        """Return a function that draws a draft token for each of R requests, and stores their
+        distributions in laws[slots, depth - 1].
 
-        `laws` is [slots + 1, k, V].
+        `slots` (request slots) and `lengths` (places of the roots) are int32[R], `laws` float32
+        [slots + 1, k, V].
         """
         words = step_words(state.seed_words, lengths, DRAFTS)
 
@@ -219,7 +221,8 @@ class RejectionWorker(SpeculativeWorker):
 
 
 def step_words(seed_words: Tensor, lengths: Tensor, domain: int) -> Tensor:
-    """Return seed words int32[B, 2] for noise that only this step uses.
+    """Return seed words int32[B, 2] for noise that only this step uses, for one purpose: `domain`
+    is DRAFTS or COINS.
 
     The step has roots at lengths int32[B]. Rejected draft tokens must not influence the draws of
     the next step.
@@ -230,7 +233,9 @@ def step_words(seed_words: Tensor, lengths: Tensor, domain: int) -> Tensor:
 
 
 def draw_coins(seed_words: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """Return random numbers float32[B, count], uniform in [0, 1)."""
+    """Return random numbers float32[B, count], uniform in [0, 1), which depend only on the
+    requests' `seed_words` int32[B, 2], the places `lengths` int32[B] of their roots, and the index.
+    """
     words = step_words(seed_words, lengths, COINS)
     drawn = torch.stack([row_keys(words, lengths + place)[:, 1] for place in range(1, count + 1)], 1)
     return ((drawn >> (32 - COIN_BITS)) & ((1 << COIN_BITS) - 1)).float() * 2.0**-COIN_BITS

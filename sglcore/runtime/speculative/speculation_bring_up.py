@@ -56,9 +56,10 @@ def speculation(
     groups: Groups | None = None,
     package: DevicePackage | None = None,
 ) -> Speculation | None:
-    """Choose how draft tokens are made, and load the draft model if there is one.
+    """Bring-up step: choose how draft tokens are made, load the draft model if there is one, and
+    record the choice in the ledger.
 
-    None: every decode step has one token per request.
+    None: every decode step has one token per request. Raises as `choose_speculation` does.
     """
     why, remedy = "", ""
     if hisparse_config is not None:
@@ -104,14 +105,15 @@ def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:
-    """Return the draft model, if there is one."""
+    """Bring-up step: return the draft model; None without speculation, or if its kind has none."""
     return None if speculation is None else speculation.draft
 
 
 def beside_laws(
     config: EngineConfig, model: LoadedModel, speculation: Speculation, budget: MemoryBudget, ledger: DecisionLedger
 ) -> MemoryBudget:
-    """Return the memory left after the buffer of draft distributions.
+    """Return the budget less the buffer of draft distributions, which is recorded in the ledger and
+    not allocated here; the budget itself if there is no such buffer.
 
     Raises ConfigError if the buffer does not fit.
     """
@@ -137,10 +139,10 @@ def draft_pools(
     sizes: MemorySizes,
     pool_kind: PoolKind = PER_HEAD,
 ) -> Pools | None:
-    """Return the pools of the draft model.
+    """Bring-up step: return the pools of the draft model; None without one.
 
-    Its own KV slots or rows, or a read-only view of the target's. Pages and slots are those of the
-    target.
+    Its own KV slots or rows are allocated, or are a read-only view of the target's. Page table and
+    token table are the target's.
     """
     if draft is None:
         return None
@@ -164,7 +166,8 @@ def draft_heads(
     speculation: Speculation | None,
     draft_runner: ModelRunner | None,
 ) -> tuple[ModelRunner, ...]:
-    """Return a runner for each further layer of a draft with one token per layer.
+    """Bring-up step: return a runner for each layer after the first of a draft with one token per
+    layer, in order; empty for any other draft.
 
     They share pools, attention and buffers with the first, and have graphs of the same sizes if it
     has. Waits for the device if it captures.
@@ -213,9 +216,10 @@ def trial(
     speculation: Speculation | None,
     worker: TpModelWorker,
 ) -> Trial | None:
-    """Return the speculative worker with a plain one, to try which is faster.
+    """Bring-up step: return the speculative worker with a plain one, to try which is faster. The
+    trial does not run here.
 
-    None if there is no trial.
+    None unless speculation is kept only if it is faster (`Speculation.is_tried`).
     """
     if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
         return None

@@ -89,7 +89,7 @@ class Speculation:
 
     @property
     def summary(self) -> str:
-        """The kind, and the number of draft tokens."""
+        """A text for the ledger: the kind, the numbers of draft tokens, and a tree's beams."""
         if self.tree is not None:
             return f"{self.kind}, trees of {self.tokens} tokens a step, {self.tree.width} beams {self.tree.depth} deep"
         fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
@@ -123,7 +123,8 @@ def model_steps(kind: str) -> KindSteps:
 
 
 def most_drafts(config: EngineConfig) -> int:
-    """Return the maximum tokens per request in a decode step: a root and its draft tokens.
+    """Return the maximum tokens per request in a decode step: a root and its draft tokens; 1 if the
+    configuration rules speculation out.
 
     Derived from the configuration alone.
     """
@@ -132,7 +133,8 @@ def most_drafts(config: EngineConfig) -> int:
 
 
 def most_rows(config: EngineConfig) -> int:
-    """Return the maximum rows per request in one forward of a decode step.
+    """Return the maximum rows per request in one forward of a decode step; 1 if the configuration
+    rules speculation out.
 
     In addition to the tokens to verify, a draft may run a new root, or KV slots that its further
     layers rewrite. If the checkpoint decides the kind, the maximum over all kinds.
@@ -205,10 +207,11 @@ def choose_speculation(
 def _tree_of(
     config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, no_trees: str
 ) -> tuple[EngineConfig, TreeShape | None]:
-    """Return the configuration and the configured tree.
+    """Return the configuration and the configured tree (None: chains).
 
-    A chain if the device cannot mask single KV slots. Raises ConfigError if the model or the
-    configuration does not allow the tree.
+    With `no_trees`, the reason why the device cannot mask single KV slots, a configured tree
+    becomes a chain, with a ledger row and the returned configuration changed to it. Raises
+    ConfigError if the model or the configuration does not allow the tree.
     """
     tree = _tree(config, kind)
     if tree is None:
@@ -223,9 +226,11 @@ def _tree_of(
 
 
 def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: DecisionLedger) -> Speculation:
-    """Add a loaded draft.
+    """Return `made` with a loaded draft (its model, `aux_layers`, `heads`), and its numbers of
+    draft tokens cut to what the draft can make.
 
-    Raises ConfigError if it cannot draft after verified tokens, or not that many.
+    Raises ConfigError if it cannot draft after verified tokens, or not in trees, or if more tokens
+    were configured than it can make.
     """
     if reason := _reason_against_draft(draft.model, made.kind):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
@@ -241,7 +246,9 @@ def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: Dec
 
 
 def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
-    """Return the speculation of a draft with one token per layer."""
+    """Return `made` for a draft with `heads` layers that propose one token each: at most `heads`
+    draft tokens per step. Records this in the ledger.
+    """
     lengths = tuple(sorted({min(each, heads) for each in made.lengths}))
     told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers drafts one token per step"
     asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
@@ -338,10 +345,10 @@ def _given_folder(text: str, folder: Path) -> Path:
 
 
 def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
-    """Return the folder of the draft model.
+    """Return the folder of the draft model: the configured one; else the subfolder of the model's
+    folder with the name of the kind; else the model's folder, if its checkpoint has such a draft.
 
-    The configured one, or one in the model's folder with the name of the kind or of the
-    checkpoint's own draft.
+    Raises ConfigError if there is none.
     """
     if config.draft_model is not None:
         return _given_folder(config.draft_model, folder)

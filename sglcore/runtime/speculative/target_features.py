@@ -90,7 +90,7 @@ class FeatureModel:
         return torch.cat([hidden, *found], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [N, vocab] for the output of a forward of N tokens."""
+        """Return float32 [N, vocab] for N rows of a forward's output [N, H + feature_size]."""
         return self._model.logits(hidden[:, : -self.feature_size].contiguous())
 
     def embed_ids(self, ids: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ class FeatureModel:
 
 
 def with_features(model: Model, aux_layers: tuple[int, ...]) -> Model:
-    """Return the model, or one that also returns the sums before these layers.
+    """Return a `FeatureModel` that also returns the sums before these layers, ascending; the model
+    itself if there are none.
 
     Raises ConfigError if the model cannot run layer by layer.
     """

@@ -45,11 +45,13 @@ class TreeShape:
 
     @property
     def records(self) -> tuple[int, ...]:
-        """Number of candidate tokens at each depth."""
+        """Number of candidate tokens of a request at each depth, from 1: `width` tokens after each
+        beam, and one beam, the root, at depth 1.
+        """
         return self.width, *[self.width**2] * (self.depth - 1)
 
     def depths_of_records(self, device: torch.device | str) -> Tensor:
-        """Return int32[M]: the depth of each candidate."""
+        """Return int32[M]: the depth, from 1, of each of a request's M candidates, ascending."""
         depths = torch.arange(1, self.depth + 1, dtype=torch.int32)
         return depths.repeat_interleave(torch.tensor(self.records)).to(device)
 
@@ -114,7 +116,10 @@ class TreeRecords:
         return self._beams
 
     def build(self) -> DraftTree:
-        """Return the trees made from the candidates of all depths."""
+        """Return the trees made from the candidates of all depths: for each request the `nodes` - 1
+        that are likeliest to be accepted, in the order of their records. Call after the last
+        `expand`.
+        """
         tree = self.numbers.new_empty(3, self._sizes[0], self._shape.nodes - 1)
         self._kernels.tree_build(self.numbers, self.sums, self._depths, tree)
         return DraftTree(*tree.unbind(0))

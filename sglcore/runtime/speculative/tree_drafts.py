@@ -157,7 +157,9 @@ class FrozenTreeDrafter(FrozenDrafter):
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """Grow trees as `CellBeams.grow` does."""
+        """Return a tree for each root, from the target's outputs; a chain if `rows.is_chain`. Does
+        not wait.
+        """
         count = len(rows.most_lens)
         if rows.is_chain or not count:
             return chained(self.follow(rows, self.shape.depth if count else 0), self.tokens)
@@ -172,7 +174,9 @@ class FrozenTreeDrafter(FrozenDrafter):
         return grown(rows, self.shape, self._depths, self.runner.forward(first)[0], self.runner, go)
 
     def widened(self, batch: ForwardBatch) -> ForwardBatch:
-        """Repeat each row of a batch for each beam; the result has no plan."""
+        """Return a decode batch with each row of `batch` repeated `shape.width` times, once for
+        each beam, and with its turn; without features and a plan.
+        """
         width = self.shape.width
         slots, positions, ids = (
             part.repeat_interleave(width) for part in (batch.req_pool_indices, batch.positions, batch.input_ids)

@@ -120,7 +120,9 @@ class TreeWorker(SpeculativeWorker):
 
 
 def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor]:
-    """Return the rows `order` int32[N] of a draw."""
+    """Return the rows `order` int32[N] of a draw as new tensors: token ids, bad rows, and
+    log-probabilities if it has them.
+    """
     logprobs = sampled.logprobs
     if logprobs is not None:
         parts = {item.name: getattr(logprobs, item.name).index_select(0, order) for item in fields(logprobs)}
@@ -129,10 +131,11 @@ def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor
 
 
 def move_path(pool: TokenToKVPool, cells: Tensor, path: Tensor) -> None:
-    """Copy keys and values of path nodes to the KV slots after the root's.
+    """Copy, in every layer of `pool`, keys and values of the nodes in `path` int32[B, steps] to the
+    KV slots after the root's, in the order of the path.
 
-    Nodes are int32[B, steps], KV slots int[B, N]. All KV slots are read before one is written; a
-    node that is already at its place stays.
+    `cells` int[B, N] are the KV slots of the N nodes of each request. All KV slots of a layer are
+    read before one is written; a node that is already at its place stays.
     """
     sources, places = cells.gather(1, path[:, 1:].long()).flatten(), cells[:, 1 : path.shape[1]].flatten()
     for layer in range(pool.num_layers):

@@ -54,8 +54,9 @@ class VerifiedRows:
 class Verified(NamedTuple):
     """The result of a verification, as chains with the same number of rows per request.
 
-    Their `batch`, hidden [T, H], the plan of the sampled rows, the sampled tokens, and `runs`
-    int32[4, B]. The draw had `width` rows per request.
+    Their `batch`, hidden [T, H], the plan of the sampled rows, and the tokens sampled after each
+    row. `runs` int32[4, B]: accepted draft tokens, verified ones, the row of the last accepted
+    token, and the request's new number of KV slots. The draw had `width` rows per request.
     """
 
     batch: ForwardBatch
@@ -107,7 +108,9 @@ class SpeculativeWorker(TpModelWorker):
         self.draft_sampling = DraftSampling(self.sampling)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
-        """Run a prefill or a verification; then draft the next tokens."""
+        """Queue a prefill or a verification, then the drafting of the next tokens; return the
+        step's ticket.
+        """
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
 
     def _extend(self, batch: ScheduleBatch) -> Ticket:
@@ -245,7 +248,9 @@ class SpeculativeWorker(TpModelWorker):
         return self._wide
 
     def _drafts(self, batch: ScheduleBatch, slots: Tensor) -> Tensor | None:
-        """Return the next draft tokens int32[B, k] if the host needs them to make masks."""
+        """Return the next draft tokens int32[B, k] of the request slots `slots` int32[B] if the
+        host needs them to make masks, otherwise None.
+        """
         return None if batch.masks is None else self._proposals.index_select(0, slots)
 
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
@@ -337,7 +342,9 @@ class SpeculativeWorker(TpModelWorker):
         self._propose(drafted)
 
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
-        """Run every forward of the step without rows, of the target and of the drafter."""
+        """Run every forward of the step without rows, of the target and of the drafter, because
+        other data-parallel shards wait for them; return the step's ticket.
+        """
         staged, hidden, output = self._run_idle(batch)
         features = features_of(hidden, self._feature_size)
         self.drafter.advance(no_rows(staged, features, self._wanted(batch), self._history))
@@ -367,7 +374,7 @@ class SpeculativeWorker(TpModelWorker):
 
 
 def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
-    """Replace rows `slots` int32[B] of table int32[S, k] by `given` int32[B, k].
+    """Replace, in place, rows `slots` int32[B] of `table` int32[S, k] by `given` int32[B, k].
 
     A row does not change if its row of `given` starts with NONE.
     """

@@ -37,7 +37,8 @@ class InBatchPrefixes:
 
     def must_wait(self, request: Request) -> bool:
         """Return whether a waiting request should wait until a running one has prefilled their
-        common prefix. A request is compared at most once for each admission.
+        common prefix. Sets `request.awaited`, and asks the running request to keep what the prefix
+        needs. A request is compared at most once for each admission.
         """
         if request.awaited is not None and self._goes_on(request.awaited):
             return True

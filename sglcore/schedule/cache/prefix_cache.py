@@ -107,7 +107,8 @@ class PrefixCache:
         return node
 
     def leave(self, node: Node | None) -> None:
-        """Remove one user from `node` and from all nodes above it."""
+        """Remove one user from `node` and from all nodes above it. Does nothing for None and for
+        the root."""
         self._tick += 1
         while node is not None and node.parent is not None:
             node.users -= 1

@@ -80,8 +80,8 @@ class PrefixProposals:
         return known
 
     def _descend(self, request: Request, standing: Standing) -> bytes:
-        """Follow the text through its full pages. Returns the bytes of the tokens after the last
-        page found.
+        """Move `standing` along the cached pages of the request's text, as far as they reach.
+        Returns the bytes of the tokens after the last of them.
         """
         cache, size, total = self._cache, self._cache.page_size, request.num_tokens
         rest = request.tokens(standing.pages * size, total)
@@ -107,8 +107,9 @@ class PrefixProposals:
 
 
 def latest(node: Node, text: bytes) -> Node | None:
-    """Return the most recently used page below `node` that begins with `text`. Pages in use come
-    first, the newest of them before the others.
+    """Return the most recently used page below `node` that begins with `text`, the bytes of a key;
+    None if there is none. Pages in use come first, the newest of them before the others. Only the
+    MOST_LOOKED_AT newest pages are compared.
     """
     found, best = None, -1
     for child in islice(reversed(node.children.values()), MOST_LOOKED_AT):

@@ -53,7 +53,7 @@ class Memory:
         return min(self.available, self.windows.available) if self.keeps_windows else self.available
 
     def pages_for(self, cells: int) -> int:
-        """Return the number of pages that hold `cells` tokens."""
+        """Return the number of pages that hold `cells` tokens, rounded up."""
         return -(-cells // self.page_size)
 
     def cached_pages(self, request: Request) -> int:

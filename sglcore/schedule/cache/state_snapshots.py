@@ -149,5 +149,6 @@ class Snapshots:
 
 
 def restorable(path: list[Node]) -> int:
-    """Return the number of pages up to the deepest node of `path` that has a snapshot."""
+    """Return the number of pages up to and with the deepest node of `path` that has a snapshot; 0
+    if none has."""
     return next((depth for depth in range(len(path), 0, -1) if path[depth - 1].snapshot), 0)

@@ -57,7 +57,12 @@ class ShardLoop:
         return bool(self._unsent) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
-        """Submit a step of every shard and collect one of each; see `Loop.step`."""
+        """Submit a step of every shard and collect the one before it (without overlap, the same
+        one) of each; returns the outputs of all shards. Waits for the device. If outputs are left
+        from a failed call, it only returns them.
+
+        If the worker raises, the requests of the failed steps end with "error", and the exception
+        propagates; `drain` then returns the outputs."""
         if self._unsent:
             return self._take_unsent()
         if self.scheduler.awaits_tokens:
@@ -82,7 +87,9 @@ class ShardLoop:
         return self._take_unsent()
 
     def _submit(self) -> list[Sent]:
-        """Submit the agreed step of every shard; nothing if no shard has one."""
+        """Submit the agreed step of every shard, without rows for an idle one; nothing if no shard
+        has one. Raises RuntimeError if requests are left, none can run, and no step is in
+        flight."""
         try:
             batches = [scheduler.next_batch() for scheduler in self.scheduler.each]
             if not any(batch is not None for batch in batches):
@@ -135,7 +142,8 @@ class ShardLoop:
         return scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
-        """Do what `Loop._abandon` does, in every shard."""
+        """After an error, collect in every shard what is in flight, and drop each step that has no
+        ticket or fails to collect. The outputs of both are kept for the next `step`."""
         self._running = []
         for scheduler, record in list(self._in_flight()):
             if record.ticket is None:

@@ -171,8 +171,8 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposal
 
 
 def _bucket(rows: int, buckets: tuple[int, ...]) -> int | None:
-    """Return the smallest bucket that holds `rows`, or None if it would be more than twice as
-    large.
+    """Return the smallest bucket that holds `rows`; None if there is none, if `rows` is 0, or if
+    the bucket would be more than twice as large.
     """
     place = bisect_left(buckets, rows)
     fits = rows and place < len(buckets) and buckets[place] <= 2 * rows

@@ -62,13 +62,14 @@ class Shards:
 
     @property
     def drafts(self) -> Counter[tuple[int, int, int, int]]:
-        """Number of request steps of all shards by `DraftCell`; see `Scheduler.drafts`."""
+        """Number of request steps of all shards, by (context, cached, proposed, accepted) of
+        `DraftCell`."""
         return sum((scheduler.drafts for scheduler in self.each), Counter[tuple[int, int, int, int]]())
 
     def add(self, request: Request) -> None:
         """Queue a request in the shard with most of its prompt cached, unless that shard is far
-        busier. A request with a `leader` goes to its leader's shard. Raises RequestError if a
-        request with its `rid` has not ended, or as `Scheduler.add` does.
+        busier. A request with a `leader` goes to its leader's shard. Raises RequestError if it can
+        never run, if a request with its `rid` has not ended, or if its `leader` was not added.
         """
         known = self._placed.get(request.rid)
         if known is not None and known[0].state is not State.FINISHED:
@@ -79,12 +80,14 @@ class Shards:
         self._prune()
 
     def abort(self, rid: str) -> EngineOutput | None:
-        """End a request now; see `Scheduler.abort`."""
+        """End a request now, in any state. Returns its last output, or None if it is unknown or has
+        ended."""
         scheduler = self._of(rid)
         return None if scheduler is None else scheduler.abort(rid)
 
     def stop(self, rid: str, cause: str) -> EngineOutput | None:
-        """End a request after a stop string; see `Scheduler.stop`."""
+        """End a request after its text reached the stop string `cause`. Returns its last output, or
+        None if it is unknown or has ended."""
         scheduler = self._of(rid)
         return None if scheduler is None else scheduler.stop(rid, cause)
 
@@ -102,7 +105,8 @@ class Shards:
         )
 
     def audit(self) -> None:
-        """Audit every shard; see `Scheduler.audit`."""
+        """Raise AssertionError if a page, request slot, snapshot or window page of a shard is lost
+        or held twice."""
         for scheduler in self.each:
             scheduler.audit()
 

@@ -42,8 +42,9 @@ class RemotePrompts:
         return self._scheduler.take_run(request, [token], logprobs, 0)
 
     def fail(self, rid: str, error: str, *, refused: bool = False, is_unserved: bool = False) -> EngineOutput | None:
-        """End a request that another engine could not prefill. Returns None if it is unknown or has
-        ended. The output carries the other engine's `refused` and `is_unserved`.
+        """End a request that another engine could not prefill, for the reason `error`. Returns its
+        last output, with finish_reason "error" and the other engine's `refused` and `is_unserved`;
+        None if the request is unknown or has ended.
         """
         request = self._scheduler.requests.get(rid)
         if request is None:

@@ -48,8 +48,8 @@ class Slicing:
     def begin(
         self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
     ) -> None:
-        """Choose the layers of a planned step; see `PrefillPolicy.begin`. A step without chunks
-        runs all layers.
+        """Choose the layers of a planned step. If these are not all layers, sets them in `record`
+        and `batch`, and makes the prompt `running.sliced`. A step without chunks runs all layers.
         """
         if not self.is_on or not chunks:
             return

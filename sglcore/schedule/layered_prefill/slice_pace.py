@@ -57,7 +57,8 @@ class Pace:
     """Slices since the time of a decode step alone was measured."""
 
     def budget(self, tokens: int) -> int:
-        """Return the token·layers of the next slice of a chunk of `tokens` tokens."""
+        """Return the token·layers of the next slice of a chunk of `tokens` tokens: the layers that
+        the measured times allow, at least one; one layer while a time is unknown."""
         seconds = self.seconds_of(tokens)
         return max(1, tokens) * max(1, int(self.SHARE * self.decode_seconds / seconds)) if seconds else max(1, tokens)
 

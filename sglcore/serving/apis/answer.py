@@ -61,7 +61,9 @@ class Answer(BaseModel):
 
 
 class ErrorDetail(Answer):
-    """An error: `param` names the field of the request, `code` is for programs."""
+    """An error: `message` is for people, `type` is the class of errors in OpenAI's words, such as
+    "invalid_request_error", `code` is for programs (None: none), and `param` names the field of
+    the request at fault (None: no single field)."""
 
     message: str
     type: str
@@ -77,8 +79,9 @@ class ErrorAnswer(Answer):
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a `Stream` is encoded: EVENTS for server-sent events, or another form of a protocol's
-    own."""
+    """The content type of a `Stream`, and the bytes that keep a silent one alive: EVENTS for
+    server-sent events, or another form of a protocol's own. The events themselves are encoded
+    already."""
 
     media_type: str
     """The content-type header."""
@@ -99,9 +102,11 @@ class Stream:
     response. The context `held` is entered before the first event and left when the stream has
     ended for any reason.
 
-    The status is sent with the first event. An error before that is an ordinary answer; an error
-    after it is one more event, which `on_error` makes. `warnings` and `outputs`: as in `as_json`;
-    `form`: how the events are encoded.
+    Status 200 and the headers are sent with the first event or keep-alive. An exception of `events`
+    before that becomes an ordinary error response; a later one becomes the last event, which
+    `on_error` encodes. `warnings` (names of request fields without effect) and `outputs` (for the
+    header about their token limit) are read for the headers, before the first event. `form`: the
+    content type and the keep-alive.
     """
 
     events: AsyncGenerator[bytes, None]
@@ -117,11 +122,12 @@ def as_json(
     warnings: Iterable[str] = (),
     outputs: Sequence[RequestOutput] = (),
 ) -> Response:
-    """Return the HTTP response with an answer and status 200. A mapping must match the model that
-    the endpoint documents.
+    """Return the HTTP response with an answer as JSON and status 200. A mapping must match the
+    model that the endpoint documents; this is not checked.
 
-    `warnings`: names of request fields without effect; `outputs`: the outputs generated for the
-    answer, for the header about their token limit.
+    `warnings`: names of request fields without effect, for the header WARNINGS; `outputs`: the
+    outputs generated for the answer, for the header CUT about their token limit. Headers with
+    nothing to report are left out.
     """
     data = answer.json_bytes() if isinstance(answer, Answer) else encode(answer)
     return Response(data, 200, warned(warnings, outputs), "application/json")
@@ -133,38 +139,40 @@ def event(value: Any) -> bytes:
 
 
 def named_events(values: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return server-sent events with the JSON of each value as data, and the value's `type` as the
-    event's name."""
+    """Return the bytes of one server-sent event for each value, joined: the JSON of the value as
+    data, and its key `type`, which it must have, as the event's name."""
     return b"".join(b"event: " + value["type"].encode() + b"\n" + event(value) for value in values)
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """Return the JSON value of a failure in OpenAI's form, which endpoints use unless their
-    protocol has its own."""
+    """Return a failure in OpenAI's form, `{"error": {message, type, param, code}}`, as a value that
+    is not encoded yet. Endpoints use it unless their protocol has its own."""
     return {"error": {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}}
 
 
 def cut_of(outputs: Sequence[RequestOutput]) -> int | None:
-    """Return the smallest token limit that the context set for these outputs below the requested
-    number; None if it set none."""
+    """Return the smallest `max_tokens` of these outputs: the number of tokens for which the context
+    has room, where more were requested. None if no output is limited in this way."""
     return min((output.max_tokens for output in outputs if output.max_tokens is not None), default=None)
 
 
 def add_unknown(headers: MutableHeaders, names: Iterable[str]) -> None:
-    """Add unknown fields of the request to the header WARNINGS, before the ignored fields there."""
+    """Write the names of the request's unknown fields into the header WARNINGS of `headers`, before
+    the ignored fields that it may name already: `unknown: a, b; ignored: c`."""
     ignored = headers.get(WARNINGS)
     headers[WARNINGS] = f"unknown: {shown(names)}" + (f"; {ignored}" if ignored else "")
 
 
 def shown(names: Iterable[str]) -> str:
-    """Return names that a client sent, joined and in a form that is safe for a header or a log."""
+    """Return names that a client sent, joined by ", " and cut to MOST_WARNED characters, in a form
+    that is safe for a header or a log: printable ASCII, other letters as escapes. No names: ""."""
     found = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)
     return "".join(letter if letter.isprintable() else "?" for letter in found)[:MOST_WARNED]
 
 
 def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[str, str]:
-    """Return the headers about request fields without effect and about outputs that the context
-    limits; empty if there is nothing to report."""
+    """Return the response headers WARNINGS, about the request fields `names`, which have no effect,
+    and CUT, about `outputs` that the context limits. A header with nothing to report is absent."""
     cut = cut_of(outputs)
     text = shown(names)
     ignored = {WARNINGS: f"ignored: {text}"} if text else {}
@@ -172,8 +180,8 @@ def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[
 
 
 def warnings_of(sample: Completion) -> dict[str, Any]:
-    """Return the answer's field about the parts of its schema that a sample violates; empty if
-    there are none."""
+    """Return the answer's field about a sample's schema, `{"warnings": [...]}`: the parts that are
+    not enforced and that the sample violates, or why that is unknown. Empty if there are none."""
     return {"warnings": sample.warnings} if sample.warnings else {}
 
 
@@ -189,10 +197,10 @@ def documented(
 ) -> dict[int | str, Any]:
     """Return the `responses` of an endpoint for FastAPI: the answer (`model`; without one, JSON of
     type `form`), described by `said`, the stream if it has one, and the errors with these
-    `statuses`.
+    `statuses`, each with a body of the model `error`. It is only documentation: nothing is checked.
 
-    `events`: the stream's events have this schema as data; empty: several schemas; None: no stream.
-    `lines`: it can stream one JSON object per line.
+    `events`: name of the schema of the stream's events; empty: several schemas; None: no stream of
+    events. `lines`: it can stream one JSON object per line.
     """
     content = {} if model is not None else {"application/json": {"schema": {"type": form}}}
     if events is not None:
@@ -205,13 +213,15 @@ def documented(
 
 
 def documented_errors(statuses: Iterable[int], error: type[Answer] = ErrorAnswer) -> dict[int | str, Any]:
-    """Return the part of `responses` for these error statuses."""
+    """Return the part of an endpoint's `responses` for these error statuses: status -> the model
+    `error` of the body, and a description. Raises KeyError for a status without a description."""
     return {status: {"model": error, "description": _SAID[status]} for status in statuses}
 
 
 def events_of(name: str) -> dict[str, Any]:
     """Return the description of a stream of server-sent events for the OpenAPI document. `name`:
-    the schema of the events' data; empty: several schemas."""
+    the schema of each event's data, which must be among the document's schemas; empty: several
+    schemas, and only "a string" is said."""
     data: dict[str, Any] = {"type": "string"}
     if name:
         data |= {"contentMediaType": "application/json", "contentSchema": {"$ref": f"#/components/schemas/{name}"}}

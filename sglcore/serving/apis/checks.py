@@ -17,8 +17,8 @@ SHOWN = 60
 
 
 def check_model(frontend: Frontend, name: str | None) -> str:
-    """Return the model name under which a request is answered: `name`, which must be a served name,
-    or without a name the first served name. Raises InvalidRequest (404)."""
+    """Return the model name under which a request is answered: `name`, or the first served name if
+    `name` is None or empty. Raises InvalidRequest (status 404) if `name` is no served name."""
     if not name:
         return frontend.names[0]
     if name not in frontend.names:
@@ -40,7 +40,8 @@ def check_ready(frontend: Frontend) -> None:
 
 
 def check_generates(frontend: Frontend) -> None:
-    """Raise NotReady as `check_ready`, and InvalidRequest if the model only embeds or scores."""
+    """Raise NotReady unless requests are accepted, and InvalidRequest if the model generates no
+    text, but embeds or scores."""
     check_ready(frontend)
     if frontend.info is not None and not frontend.info.generates:
         scores = frontend.info.limits["num_labels"] > 0
@@ -53,7 +54,7 @@ def check_generates(frontend: Frontend) -> None:
 
 
 def fingerprint(frontend: Frontend) -> str:
-    """Return the fingerprint of the engine; empty before it has started.
+    """Return the fingerprint of an engine that has been ready; empty before the first one has.
 
     It changes with everything that may change a result: versions, device, model, start-up
     decisions.
@@ -76,8 +77,8 @@ def check_limit(field: str, found: int | None, most: int, what: str = "") -> Non
 
 
 def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
-    """Raise InvalidRequest for an item (`what`, such as "a tool") whose type `kind` is not accepted
-    at the field `param`; `wanted`: the accepted types."""
+    """Always raise InvalidRequest, for an item (`what`, such as "a tool") of the type `kind`, which
+    the field `param` does not accept; `wanted`: text that names the accepted types."""
     raise InvalidRequest(
         f"{param}: found {what} of type {kind[:SHOWN]!r}, which this server does not take here",
         wanted=wanted,
@@ -88,8 +89,8 @@ def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
 
 
 def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidRequest about the first name in `reasons` that `body` sets to a value other than
-    None, false, 0, `""`, `[]` or `{}`, with the reason why it is not supported."""
+    """Raise InvalidRequest about the first field in `reasons` (name -> why it is not supported)
+    that `body` sets to a value other than None, false, 0, `""`, `[]` or `{}`."""
     for name, reason in reasons.items():
         if body.get(name) not in (None, False, "", [], {}):
             raise InvalidRequest(f"{name}: {reason}", remedy="leave it out", param=name, code="unsupported_parameter")
@@ -97,10 +98,13 @@ def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in InvalidRequest and SamplingError raised inside the context to the protocol's
-    names; SamplingError becomes InvalidRequest.
+    """Rename the fields in errors that are raised inside the context to the protocol's names: an
+    InvalidRequest gets another `param` and keeps its text; a SamplingError becomes an
+    InvalidRequest, with the names in its text replaced too. A SamplingError that does not begin
+    with a parameter's name passes unchanged.
 
-    `names`: names of the chat endpoint and of sampling parameters -> names of the protocol.
+    `names`: names of the chat endpoint and of sampling parameters -> names of the protocol; other
+    names stay.
     """
     try:
         yield
@@ -118,7 +122,7 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """Return what an error found, the mark after it, and what was wanted or the remedy; the last
-    two are empty if it says neither."""
+    """Split the text of an error into what it found, the mark after that (`, wanted ` or `; `), and
+    the rest: what was wanted, or the remedy. Without a mark, the last two are empty."""
     mark = next((each for each in (", wanted ", "; ") if each in text), "")
     return text.rpartition(mark) if mark else (text, "", "")

@@ -23,8 +23,9 @@ BlockKind = Literal["reasoning", "text", "tool"]
 @dataclass(slots=True)
 class Block:
     """One block of an answer: its index among all blocks, its kind, and the pieces of its text so
-    far (for a tool call: the arguments as JSON text). `name` and `call_id`: the tool call's;
-    `logprobs`: of its tokens, for text only."""
+    far (for a tool call: the arguments as JSON text). `name` and `call_id`: the tool call's (empty
+    for other kinds); `logprobs`: of its tokens, for text only; `id`: the block's own, which a
+    protocol may set."""
 
     index: int
     kind: BlockKind
@@ -37,15 +38,15 @@ class Block:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """The text so far: the pieces, joined."""
         return "".join(self.pieces)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """A call's arguments as an object; of incomplete JSON, the part so far, unfinished strings
-        included.
+        """A tool call's arguments as an object; of incomplete JSON, the part so far, unfinished
+        strings included. Empty for a call without arguments.
 
-        Text that is no JSON object is the value of the key `UNREADABLE`.
+        Text that is no JSON object is returned whole, as the value of the only key `UNREADABLE`.
         """
         try:
             found = from_json(self.text or "{}", allow_partial="trailing-strings")
@@ -56,8 +57,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """A change of a block, as `Blocks` returns it, for which a protocol writes events. `text` and
-    `logprobs`: the part that was added, if it "grew"."""
+    """A change of a block, as `Blocks` returns it, for which a protocol writes events. `block`: the
+    growing block itself, not a copy; `text` and `logprobs`: the part that was added, if it "grew",
+    else empty."""
 
     kind: Literal["opened", "grew", "closed"]
     block: Block
@@ -75,9 +77,10 @@ class Blocks:
         self._early: list[TokenLogprob] = []
 
     def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockChange]:
-        """Return the changes that a delta causes; None: tokens without visible text, whose
-        log-probabilities are added to the next text. Log-probabilities of other blocks than text
-        are dropped."""
+        """Return the changes that a delta causes, in order: the open block is closed and another is
+        opened if the delta does not continue it; then the block grows. None: tokens without visible
+        text; no change, and their log-probabilities are kept for the next delta if that is text.
+        Log-probabilities of other blocks than text are dropped."""
         if delta is None:
             self._early += logprobs
             return []
@@ -94,14 +97,15 @@ class Blocks:
         return [*changes, BlockChange("grew", block, delta.text, known)]
 
     def finish(self) -> list[BlockChange]:
-        """Close the open block, if there is one, and return this change."""
+        """Close the open block and return this change; an empty list if no block is open."""
         if self._open is None:
             return []
         block, self._open = self._open[0], None
         return [BlockChange("closed", block)]
 
     def force_text(self) -> list[BlockChange]:
-        """Open an empty text block if the answer has no block yet, and return this change."""
+        """Open an empty text block if the answer has no block yet, and return this change; else an
+        empty list."""
         return [] if self.all else [self._start("text", None)]
 
     def _continues(self, kind: BlockKind, delta: Delta) -> bool:

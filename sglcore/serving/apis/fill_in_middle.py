@@ -16,16 +16,18 @@ which models are trained to fill in (Bavarian et al. 2022)."""
 
 
 def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
-    """Return the first set in FILL whose three tokens this model's tokenizer has; None if there is
-    no such set."""
+    """Return the three special tokens for filling in, as text: those before the beginning, the end
+    and the gap. It is the first set in FILL that this model's tokenizer has completely; None if it
+    has none."""
     tokenizer = frontend.codec.tokenizer
     return next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
 
 
 def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
-    """Return the prompt for the text between `before` and `after`. Raises InvalidRequest if the
-    model's tokenizer has no tokens for it, and TextError if no tokenizer is read. `param`: the
-    field that the error names; `instead`: the remedy."""
+    """Return the prompt, with special tokens as text, that makes a model write the text between
+    `before` and `after`. Raises InvalidRequest if the tokenizer lacks these special tokens, and
+    TextError if the server runs without a tokenizer. `param`: the field that both errors name;
+    `instead`: what the client can do instead, for the error's remedy."""
     frontend.codec.need_text("filling in between two texts", param)
     marks = fill_marks(frontend)
     if marks is None:

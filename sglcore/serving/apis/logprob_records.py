@@ -25,9 +25,10 @@ class CompletionLogprobs:
         self._shows_special = shows_special
 
     def record(self, ids: Sequence[int], found: Sequence[TokenLogprob | None], wanted: int) -> dict[str, list[Any]]:
-        """Return tokens, token_logprobs, top_logprobs (the `wanted` most likely tokens and the
-        chosen one) and text_offset of the tokens `ids`. `found` has one record for each; None for
-        the first token of a prompt, which nothing predicts."""
+        """Return four lists with an entry for each of the tokens `ids`: tokens (text),
+        token_logprobs, top_logprobs (text -> log-probability of the `wanted` most likely tokens and
+        the chosen one) and text_offset (in characters). `found` has one record for each token; None
+        for the first token of a prompt, which nothing predicts: its log-probabilities are None."""
         return {
             "tokens": [self._texts.text(token_id) for token_id in ids],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in found],
@@ -49,8 +50,9 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's choice: each token with its bytes, its log-probability and
-    the `wanted` most likely tokens."""
+    """Return the `logprobs` of a chat's choice, `{"content": [...], "refusal": None}`: each token's
+    text, bytes (a list of numbers), log-probability, and `top_logprobs`, the `wanted` most likely
+    tokens in the same form."""
     return {
         "content": [
             {
@@ -64,13 +66,15 @@ def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int)
 
 
 def prompt_scores(texts: TokenTexts, found: Sequence[TokenLogprob | None], wanted: int) -> list[Any]:
-    """Return a prompt's log-probabilities: for each token a map from the id of the token and of the
-    `wanted` most likely ones to log-probability, rank and text; None for the first token."""
+    """Return a prompt's log-probabilities in vLLM's form: for each token a map from the ids, as
+    text, of the token and of the `wanted` most likely ones to `logprob`, `rank` (from 1) and
+    `decoded_token`. An item of `found` that is None, for the first token, stays None."""
     return [None if item is None else _scores(texts, item, wanted) for item in found]
 
 
 def finite(value: float) -> float:
-    """Return a log-probability, or LEAST if it is lower, so that JSON can represent it."""
+    """Return a log-probability, or LEAST (-9999.0) if it is lower or not a number, so that JSON can
+    represent it."""
     return value if value > LEAST else LEAST
 
 

@@ -57,8 +57,8 @@ Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)
 
 
 class SamplingFields(Body):
-    """Sampling fields of every protocol: each field is a sampling parameter of the same name.
-    Fields that a protocol does not have are extensions of this server."""
+    """Sampling fields of every protocol: each field is a sampling parameter of the same name; None:
+    not given. Fields that a protocol does not have are extensions of this server."""
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -93,7 +93,8 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A JSON schema that the answer must satisfy; it is always enforced, whatever `strict` says."""
+    """A JSON schema that the answer must satisfy; it is always enforced, whatever `strict` says,
+    except for parts that a header of the answer names."""
 
     name: str | None = None
     description: str | None = None
@@ -105,7 +106,8 @@ class ResponseFormat(Body):
     """The format of the answer.
 
     A schema is in `json_schema`, or in the field `schema`, which llama-server also accepts with
-    `json_object`. Structural tags are `structures` and `triggers`, or a `format`.
+    `json_object`. Structural tags are `structures` and `triggers`, or a `format`. This model does
+    not check that the fields fit the type; `generation_params` does.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -128,8 +130,9 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class StructuredOutputs(Body):
-    """One way to constrain the answer: a JSON schema, any JSON object, a regular expression, a
-    grammar, a list of texts to choose from, or structural tags.
+    """One way to constrain the answer: a JSON schema (an object, or its JSON text), any JSON object
+    (`json_object` true), a regular expression, a grammar, a list of texts to choose from, or
+    structural tags. `generation_params` refuses none and more than one, not this model.
 
     A grammar with `::=` is read as EBNF, any other as Lark.
     """
@@ -143,7 +146,9 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(SamplingFields):
-    """The fields that completions and chats share."""
+    """The fields that completions and chats share; None: not given. At most one field may constrain
+    the answer (`response_format`, one of `structured_outputs`, `guided_...`, `json_schema`,
+    `regex`, `grammar`, `ebnf`), which `generation_params` checks."""
 
     model: str | None = None
     n: Positive | None = None
@@ -173,8 +178,9 @@ class GenerationFields(SamplingFields):
     user: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, `return_progress` if the answer does not stream, and
-        `include_obfuscation`, because no padding is ever added."""
+        """Return the names of the fields that the request sets without effect, sorted: the ignored
+        fields, `return_progress` if the answer does not stream, and a true
+        `stream_options.include_obfuscation`, because no padding is ever added."""
         names = [*super().warnings()]
         if self.return_progress and not self.stream:
             names.append("return_progress")
@@ -184,16 +190,18 @@ class GenerationFields(SamplingFields):
 
 
 def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:
-    """Return a copy of the body in which sampling fields that the request does not set have the
-    values of `defaults`, the checkpoint's."""
+    """Return a copy of the body in which sampling fields that are missing or null in the request
+    have the values of `defaults`: sampling field -> the checkpoint's value."""
     return body.model_copy(update={name: value for name, value in defaults.items() if name not in body.given(name)})
 
 
 def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: Any) -> SamplingParams:
-    """Return the sampling parameters of a body, with those of `others` that are not None. A seed of
-    -1 counts as not given.
+    """Return the sampling parameters in the `SamplingFields` of a body, and those of `others` that
+    are not None. A seed of -1 counts as not given. Fields that are not given get the defaults of
+    `SamplingParams`, not the checkpoint's: `completed` sets those before.
 
-    A `max_tokens` of None means up to the end of the context. Raises SamplingError.
+    A `max_tokens` of None means up to the end of the context. Raises SamplingError for invalid
+    values.
     """
     values = {name: value for name, value in others.items() if value is not None}
     given = body.given(*SamplingFields.model_fields)
@@ -204,8 +212,8 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
 
 def alternatives(logprobs: bool | None, top_logprobs: int | None, config: ServerConfig) -> int | None:
     """Return the number of most likely tokens to show at each position, in addition to the chosen
-    one; None: no log-probabilities. Raises InvalidRequest above the limit in `config`, and for
-    `top_logprobs` without `logprobs`."""
+    one (0: only the chosen one); None: no log-probabilities. Raises InvalidRequest above the limit
+    in `config`, and for a `top_logprobs` above 0 without `logprobs`."""
     check_limit("top_logprobs", top_logprobs, config.max_logprobs)
     if logprobs:
         return top_logprobs or 0
@@ -226,11 +234,13 @@ def check_streamed(body: GenerationFields) -> None:
 def generation_params(
     body: GenerationFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> tuple[SamplingParams, str]:
-    """Return the sampling parameters of a completion or a chat, and the field that constrains its
-    answer by a grammar (empty: none).
+    """Return the sampling parameters of a completion or a chat, and the name of the field that
+    constrains its answer by a grammar, such as "response_format" (empty: none). The grammar is in
+    the parameters.
 
-    `config`: the server's limits; `logprobs`: number of alternatives at each position, None for no
-    log-probabilities. Raises InvalidRequest or SamplingError, which name the field.
+    `max_tokens`: None for up to the end of the context; `config`: the server's limits; `logprobs`:
+    number of alternatives at each position, None for no log-probabilities. Raises InvalidRequest
+    or SamplingError, which name the field.
     """
     check_limit("n", body.n, config.max_n)
     check_limit("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
@@ -249,8 +259,8 @@ def generation_params(
 
 
 def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
-    """Return the field by which a request constrains its answer, and the grammar; empty and None
-    for free text. Raises InvalidRequest for more than one."""
+    """Return the name of the field by which a request constrains its answer, and the grammar; empty
+    and None for free text. Raises InvalidRequest for more than one, or if one is invalid."""
     found = {
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
@@ -301,7 +311,7 @@ def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
 
 def _of_own_names(body: GenerationFields) -> dict[str, Grammar]:
     """Return the grammars in the fields `json_schema`, `grammar` (llama-server), `regex` and `ebnf`
-    (SGLang), by field; empty fields are left out. Raises InvalidRequest."""
+    (SGLang), by field; empty fields are left out. Raises InvalidRequest for an invalid one."""
     schema = "" if body.json_schema is None else _schema_text(body.json_schema, "json_schema")
     grammar = body.grammar or ""
     given: dict[str, tuple[GrammarKind, str]] = {
@@ -383,8 +393,8 @@ def _token_rules(body: GenerationFields) -> TokenRules | None:
 
 
 def bias_of(given: Mapping[str, float]) -> dict[int, float]:
-    """Return logit biases by token id, from the keys as text. Raises InvalidRequest for a key that
-    is no token id."""
+    """Return logit biases by token id; the keys of `given` are ids as text. Raises InvalidRequest
+    for a key that is not 1 to 9 digits; whether the model has the token is not checked here."""
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):

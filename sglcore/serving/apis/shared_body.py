@@ -58,8 +58,8 @@ float can represent."""
 
 
 def entries(most: int) -> BeforeValidator:
-    """Return a validator for an object with at most `most` entries; a larger one is refused before
-    its entries are parsed."""
+    """Return a pydantic validator that refuses an object with more than `most` entries before the
+    entries are parsed; other values pass unchanged."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -71,8 +71,8 @@ def entries(most: int) -> BeforeValidator:
 
 class Body(BaseModel):
     """Base of the models of request bodies and their parts. Values are not converted to other
-    types. Names of unknown fields are collected in the validation's context, if that is an
-    `UnknownFields`."""
+    types, except whole floats to integers. Unknown fields are dropped without an error; their names
+    are collected in the validation's context, if that is an `UnknownFields`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
     known: ClassVar[frozenset[str]]
@@ -97,25 +97,28 @@ class Body(BaseModel):
         return value
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Return those of the named fields that the request sets to a value other than null, by
-        name."""
+        """Return those of the named fields that have a value other than None, by name. `names`:
+        attributes of the model (such as `schema_`), not aliases. Raises AttributeError for
+        another name."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the names of the ignored fields that the request sets."""
+        """Return the names of the ignored fields that the request sets to a value other than null,
+        sorted."""
         return tuple(sorted(name for name in self.ignored if getattr(self, name) is not None))
 
 
 class OtherKind(BaseModel):
-    """An object whose `type` this server does not support; it is parsed so that the error can name
-    the type."""
+    """An object whose `type` this server does not support; it is parsed, with all its fields, so
+    that the error can name the type. It is not refused here: the endpoint does that."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str
 
 
 def kind_of(value: Any, default: str = "") -> str:
-    """Return the field `type` of a raw or parsed value; `default` if it is missing or no string."""
+    """Return the field `type` of a raw object or a parsed model; `default` if it is missing or no
+    string, or if the value is neither."""
     fields = dict(value) if isinstance(value, Mapping | BaseModel) else {}
     found = fields.get("type")
     return found if isinstance(found, str) else default

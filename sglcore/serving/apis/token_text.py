@@ -29,7 +29,8 @@ class TokenTexts:
         self._cached = lru_cache(maxsize=65536)(self._find)
 
     def data(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text."""
+        """Return the bytes that a token adds to a text in UTF-8, perhaps a part of a character;
+        empty for an id that the tokenizer lacks."""
         return self._cached(token_id)[0]
 
     def text(self, token_id: int) -> str:
@@ -38,7 +39,8 @@ class TokenTexts:
         return self._cached(token_id)[1]
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the token is special, so that decoding leaves it out by default."""
+        """Return whether the token is special, so that decoding leaves it out by default; false for
+        an id that the tokenizer lacks."""
         return token_id in self._special
 
     def is_unknown(self, token_id: int) -> bool:
@@ -66,9 +68,9 @@ class TokenTexts:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter stands for in the vocabulary of a byte-level tokenizer:
-    printable bytes are their own letters, the others have letters from U+0100 on (Radford et al.
-    2019, GPT-2)."""
+    """Return a map of 256 entries from each letter in the vocabulary of a byte-level tokenizer to
+    its byte, 0 to 255: printable bytes are their own letters, the others have letters from U+0100
+    on (Radford et al. 2019, GPT-2)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {
@@ -78,8 +80,8 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _marked(piece: str) -> bytes:
-    """Return the bytes of a vocabulary entry in which U+2581 stands for a space, or which names a
-    byte, such as `<0xE2>`."""
+    """Return the bytes of the vocabulary entry `piece`: the one byte that an entry such as `<0xE2>`
+    names, else its text in UTF-8 with a space for each U+2581."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)])
@@ -89,7 +91,8 @@ def _marked(piece: str) -> bytes:
 
 
 def _decoder_kinds(decoder: Any) -> frozenset[str]:
-    """Return the names of the decoders that a tokenizer chains; empty for None."""
+    """Return the type names of `decoder`, a decoder of the library tokenizers, and of the decoders
+    that it chains, such as "ByteLevel"; empty for None."""
     if decoder is None:
         return frozenset()
     state = json.loads(decoder.__getstate__())

@@ -25,28 +25,31 @@ ALIKE = 0.8
 @dataclass(slots=True)
 class UnknownFields:
     """The context of a body's validation, which collects the fields that its models do not know, at
-    most MOST_NAMED. Each name counts once for a model."""
+    most MOST_NAMED; more are dropped. Each name counts once for a model: `found` maps (model, name)
+    to the first object that has it and the names that the model knows."""
 
     found: dict[tuple[type, str], tuple[Mapping[str, Any], frozenset[str]]] = field(default_factory=dict)
 
     def take(self, model: type, value: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Record the unknown names of the object `value`, which was parsed as `model`, whose fields
-        are `known`."""
+        """Record the names in the object `value` that are not in `known`, the field names of the
+        `model` as which it is parsed. Called during the validation."""
         for name in value:
             if name not in known and len(self.found) < MOST_NAMED:
                 self.found.setdefault((model, str(name)), (value, known))
 
     def places(self, body: Any) -> list[str]:
-        """Return the paths of the recorded fields in `body`, such as `messages[0].mood`. `body`:
-        the object that was validated, not a copy: its parts are recognised by identity."""
+        """Return the paths of the recorded fields in `body`, such as `messages[0].mood`, in the
+        order of their discovery; empty if there are none. `body`: the raw object that was
+        validated, not a copy: its parts are recognised by identity. A part that is not found has no
+        path, and the bare name is returned."""
         owners = {id(value): where for where, value in _objects(body, "")} if self.found else {}
         shown = ((owners.get(id(value), ""), name[:LONGEST_NAME]) for (_, name), (value, _) in self.found.items())
         return [f"{where}.{name}".removeprefix(".") for where, name in shown]
 
     def refuse(self, body: Any) -> None:
         """Raise InvalidRequest about the first recorded field, if there is one, with a suggestion
-        for its name. `body`: the object that was validated, not a copy; otherwise the error lacks
-        the path before the name."""
+        if the model knows a similar name. `body`: the raw object that was validated, not a copy;
+        otherwise the error lacks the path before the name."""
         if not self.found:
             return
         (_, name), (_, known) = next(iter(self.found.items()))
@@ -57,9 +60,10 @@ class UnknownFields:
 
 
 def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> None:
-    """Raise InvalidRequest about an unknown field at the top of a raw `body` that this endpoint has
-    under another name (SAME) or, if it `generates` text, that would change the text (CHANGING).
-    `known`: names of the endpoint's fields. Values without effect are accepted."""
+    """Raise InvalidRequest about the first unknown field at the top of a raw `body` that this
+    endpoint has under another name (SAME) or, if it `generates` text, that would change the text
+    on another server (CHANGING). `known`: names of the endpoint's fields. Other unknown fields,
+    values without effect (empty ones, NEUTRAL), and a body that is no object are accepted."""
     if not isinstance(body, Mapping):
         return
     for name, value in body.items():
@@ -79,7 +83,8 @@ def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> Non
 
 
 def _objects(value: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield all objects inside a JSON value, each after its path."""
+    """Yield all objects inside a JSON value, the value itself included if it is one, each after its
+    path, such as `messages[0].content`. `where`: the path of the value, "" for the whole body."""
     if isinstance(value, Mapping):
         yield where, value
         for name, part in value.items():

@@ -19,12 +19,12 @@ Run = TypeVar("Run", bound=Runs)
 
 
 class Writer(ABC, Generic[Run]):
-    """Writes the answer to one request. `respond` is the entry; subclasses implement `answer` and
-    `events`."""
+    """Writes the answer to one request; make one for each. `respond` is the entry; subclasses
+    implement `answer` and `events`. `model`: the served name under which it answers."""
 
     def __init__(self, frontend: Frontend, name: str | None = None) -> None:
-        """`name`: the requested model (None: any). Raises InvalidRequest if it is not served or
-        generates no text, and NotReady."""
+        """`name`: the requested model (None: the first served name). Raises InvalidRequest if it is
+        not served or generates no text, and NotReady if no requests are accepted."""
         self.model = check_model(frontend, name)
         check_generates(frontend)
         self._fingerprint = fingerprint(frontend)
@@ -38,28 +38,31 @@ class Writer(ABC, Generic[Run]):
 
     @abstractmethod
     async def answer(self, run: Run) -> Any:
-        """Return the whole answer as a JSON value; waits for all samples. Raises Unanswered if all
-        failed."""
+        """Return the whole answer as a value to encode as JSON; waits for all samples. Raises
+        Unanswered if all failed; the failure of some is in their part of the answer."""
 
     @abstractmethod
     def events(self, run: Run) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded parts of the answer as they are generated, and its end. Raises as
-        `answer`."""
+        """Yield the encoded parts of the answer as they are generated, and its end. Raises
+        Unanswered if all samples failed, perhaps after some parts, unless the protocol has an event
+        that says so."""
 
     def on_error(self, error: Exception) -> bytes:
-        """Return the encoded event for an error that occurs after the first event."""
+        """Return the encoded event for an error that occurs after the first event. An error that is
+        a defect of the server is logged, and the event has only an id."""
         return event(error_body(told(error)))
 
     @property
     def form(self) -> StreamForm:
-        """How the parts of a stream are encoded; here, as server-sent events."""
+        """The content type and keep-alive of a stream; here, those of server-sent events."""
         return EVENTS
 
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
-        """Return the response to send: with `streams` a `Stream`, else the whole answer, for which
-        it waits. The run ends with it.
+        """Return the response to send: with `streams` at once a `Stream`, else the whole answer,
+        for which it waits. The run ends with the answer, also if it fails or the client leaves.
 
-        `warnings`: names of request fields without effect; what the run does not enforce is added.
+        `warnings`: names of request fields without effect, for a header; parts of schemas that the
+        run does not enforce are added.
         """
         self._run = run
         if streams:

@@ -50,9 +50,10 @@ def call_grammar(
     and the template writes several. With an `answer`, text that matches that grammar is allowed in
     place of calls.
 
-    `sample`: calls that the checkpoint's template wrote; `added`: ids of added tokens by text;
-    `follows_reasoning`: white space may come first. Raises GrammarError for parameters that cannot
-    be enforced, and for an answer that cannot be told apart from calls.
+    `sample`: calls that the checkpoint's template wrote; `functions`: objects with `name` and
+    perhaps `parameters`, a JSON schema; `added`: ids of added tokens by text; `follows_reasoning`:
+    white space may come first. Raises GrammarError for parameters that cannot be enforced, and for
+    an answer that cannot be told apart from calls.
     """
     literal = _Literals(added)
     if answer is not None and _before(family, sample.one)[0].startswith(("{", "[")):
@@ -72,7 +73,7 @@ def call_grammar(
 
 class _Literals:
     """Callable that returns Lark for a fixed text: strings in quotes, and texts of added tokens as
-    token ids."""
+    token ids. An instance is made for one tokenizer: `added` has the ids by text."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self._added = added
@@ -84,7 +85,8 @@ class _Literals:
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
 
     def upto(self, name: str, mark: str) -> list[str]:
-        """Return rules for `name`: any text, up to and including `mark`."""
+        """Return rules for the rule `name`: any text, up to and including the first `mark`. They
+        are whole lines of Lark."""
         if mark in self._added:
             return [f"{name}: /(?s:.*)/ <[{self._added[mark]}]>"]
         return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
@@ -124,9 +126,10 @@ def _calls(
     functions: Sequence[Function],
     rules_of: Callable[[int, Function], list[str]],
 ) -> list[str]:
-    """Return the rules for calls of `functions`. `before`, `between` and `after`: Lark for the text
-    around calls; `between` None: only one call is allowed. `rules_of(number, function)` returns the
-    rules of one function, of which the first is named `call_NUMBER`."""
+    """Return the rules for calls of `functions`, as lines of Lark; the first is named `calls`.
+    `before`, `between` and `after`: Lark for the text around calls; `between` None: only one call
+    is allowed. `rules_of(number, function)` returns the rules of one function; the first one is
+    named `call_NUMBER`."""
     again = f" ({between} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
     rules = [f"calls: {before} call{again} {after}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
@@ -137,8 +140,8 @@ def _calls(
 
 
 def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
-    """Return three texts of a turn: before the call's name, between name and arguments, and after
-    the arguments."""
+    """Return three texts of a turn with one call: before the call's name, between name and
+    arguments, and after the arguments, without the text that ends the turn."""
     call = turn.calls[0]
     arguments = turn.text.index(call.arguments, turn.text.index(call.name))
     before, name_end = _before(family, turn)
@@ -146,30 +149,32 @@ def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
 
 
 def _before(family: ToolFamily, turn: Turn) -> tuple[str, int]:
-    """Return the text before the first call's name, and the index where the name ends."""
+    """Return the text from the call's first marker to the first call's name, without the name, and
+    the index in `turn.text` where the name ends."""
     name = turn.text.index(turn.calls[0].name)
     begin = min(place for mark in family.opening if (place := turn.text.rfind(mark, 0, name)) >= 0)
     return turn.text[begin:name], name + len(turn.calls[0].name)
 
 
 def _after(turn: Turn, end: int) -> str:
-    """Return the text of a turn from index `end` on, the end of its only call, without the text
-    that ends the turn."""
+    """Return the text of a turn from index `end` on, at which its only call has ended, without the
+    text that ends the turn and white space before that."""
     rest = turn.text[end:]
     footer = rest.rfind(turn.footer.strip()) if turn.footer.strip() else len(rest)
     return rest[:footer].rstrip()
 
 
 def _between(turn: Turn) -> str:
-    """Return the text between the arguments of one call and the name of the next."""
+    """Return the text between the arguments of the first call and the name of the second; the turn
+    has exactly two calls."""
     first, second = turn.calls
     end = turn.text.index(first.arguments) + len(first.arguments)
     return turn.text[end : turn.text.index(second.name, end)]
 
 
 def _with_ids(literal: _Literals, text: str) -> str:
-    """Return Lark for a fixed text of the self-test in which another call may have another id: nine
-    letters or digits, or a number of one to three digits after a colon."""
+    """Return Lark for a fixed text of the self-test; where it has the id of a call, another id may
+    be: nine letters or digits, or for a number after a colon another of one to three digits."""
     parts = re.split(rf"({'|'.join(CALL_IDS)}|:\d+)", text)
     parts[::2] = map(literal, parts[::2])
     parts[1::2] = ("/:[0-9]{1,3}/" if part.startswith(":") else "/[a-zA-Z0-9]{9}/" for part in parts[1::2])
@@ -177,8 +182,9 @@ def _with_ids(literal: _Literals, text: str) -> str:
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments. Raises GrammarError if it is not the schema of
-    an object."""
+    """Return the schema of a function's arguments, with "type" "object" added if it is missing; a
+    function without parameters gets that alone. Raises GrammarError if it is not the schema of an
+    object."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     kinds = {"properties": dict, "required": list, "type": str}
     wrong = next((name for name, kind in kinds.items() if name in schema and not isinstance(schema[name], kind)), None)
@@ -218,8 +224,9 @@ def _notated_function(literal: _Literals, notation: Notation, number: int, funct
 
 
 def _series(names: Mapping[str, bool], joint: str) -> list[str]:
-    """Return the alternatives for rule `names` in their order with the Lark text `joint` between
-    them. `names[name]`: whether it is required; others may be left out."""
+    """Return the alternatives for a series of rules, in their order, with the Lark text `joint`
+    between them. `names`: rule name -> whether it is required; others may be left out. Empty for no
+    names; without a required one, the last alternative is empty text."""
     found: list[str] = []
     left = list(names)
     for place, first in enumerate(left):
@@ -233,8 +240,9 @@ def _series(names: Mapping[str, bool], joint: str) -> list[str]:
 def _notated_value(
     literal: _Literals, notation: Notation, name: str, schema: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """Return Lark for a parameter's value, and further rules: text in the notation's own quotes,
-    constants by its words, anything else as JSON. `name`: a free rule name."""
+    """Return Lark for a parameter's value, and the further rules that it refers to: text in the
+    notation's own quotes, constants by its words, anything else as JSON. `name`: a free rule
+    name."""
     quote = notation.quotes[0]
     if schema.get("type") == "boolean" and notation.is_list:
         return '("True" | "False")', []
@@ -270,8 +278,8 @@ class _Written:
 
 
 def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
-    """Return the texts around the parts of a sample call; the sample's first parameter must be
-    text, and it must have others."""
+    """Return the texts around the parts of a sample call. The sample's first parameter must be
+    text, and it must have others, as the calls of the self-test do."""
     before, head = _before(family, sample.one)
     text, call = sample.one.text, sample.one.calls[0]
     key, value = next(iter(json.loads(call.arguments).items()))
@@ -323,15 +331,16 @@ def _tagged_function(literal: _Literals, written: _Written, number: int, functio
 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the schema of each parameter by name, with the definitions that it may refer to."""
+    """Return the schema of each parameter by name, with the definitions that it may refer to. A
+    schema that is no object becomes `{}`, which allows everything."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found = {key: _resolved(given, schema) for key, given in (schema.get("properties") or {}).items()}
     return {key: {**each, **definitions} if isinstance(each, Mapping) else {} for key, each in found.items()}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a `$ref` into `root` names; None if there is none. A schema without
-    such a reference is returned unchanged."""
+    """Return the schema that a `$ref` of `schema` into `root` (`#/...`) names; None if there is
+    none. A schema without such a reference is returned unchanged."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -342,8 +351,9 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _tagged_value(literal: _Literals, name: str, schema: Mapping[str, Any], end: str) -> tuple[str, list[str]]:
-    """Return Lark for a parameter's value with the text `end` after it, and further rules: text
-    unchanged, anything else as JSON. `name`: a free rule name."""
+    """Return Lark for a parameter's value with the text `end` after it, and the further rules that
+    it refers to: text unchanged, one of the texts of an `enum`, anything else as JSON. `name`: a
+    free rule name."""
     if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
         words = " | ".join(_quoted(word) for word in schema["enum"])
         return f"({words}) {literal(end)}", []
@@ -357,5 +367,6 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape text for a regular expression between slashes."""
+    """Return text as a regular expression, for use between slashes in Lark, that matches exactly
+    this text."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")

@@ -15,9 +15,9 @@ class ChatFrontend(Frontend):
     prompts and how answers are parsed."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
-        """Parameters as in `Frontend`. Also chooses and tests the parsers of tool calls and
-        reasoning. Raises ConfigError for a parser, requested by name, that does not suit the model.
-        """
+        """Parameters as in `Frontend`: `others` are its keyword arguments. Also chooses and tests
+        the parsers of tool calls and reasoning. Raises ConfigError as `Frontend`, and for a parser,
+        requested by name, that is unknown or does not suit the model."""
         super().__init__(config, server, **others)
         self.format = ChatFormat.detect(
             self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser

@@ -17,7 +17,9 @@ UNREADABLE = "arguments"
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """The form of messages that a chat template needs, found by test renderings."""
+    """The form of messages that a chat template needs, found by test renderings: how content, tool
+    calls and their ids, results and tool descriptions are written. It is used by
+    `as_template_reads`, and does not change."""
 
     parts: bool = False
     """Whether content is a list of parts; else a string."""
@@ -38,8 +40,8 @@ class MessageForm:
     """Whether every tool must have a description."""
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the tools for the template: unchanged, or if `described` as new objects in which a
-        description that is missing or null is ""."""
+        """Return the tools for the template in a new list: unchanged, or if `described` as new
+        objects in which a description that is missing or null is ""."""
         if not self.described:
             return list(tools)
         functions = (tool.get("function", tool) for tool in tools)
@@ -60,8 +62,8 @@ def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[di
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterator[dict[str, Any]]:
-    """Yield the messages so that each has one call at most, followed by the results of that
-    call."""
+    """Yield the messages so that each has one call at most, followed by the results of that call.
+    The content stays with the first call; results that fit no call come after the last one."""
     rest = deque(messages)
     while rest:
         message = rest.popleft()
@@ -162,7 +164,8 @@ def _call(place: int, call: Any, form: MessageForm) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return a call's arguments as an object.
+    """Return a call's arguments, given as JSON text, as an object; empty text gives an empty
+    object.
 
     Text that is no object, for example of a truncated answer, becomes the value of the key
     `UNREADABLE`: the next turn, which reports the error of the call, must not fail because of it.

@@ -30,8 +30,8 @@ it."""
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as text. `ignored`: names of chat_template_kwargs that the template does not
-    read."""
+    """A prompt as text. `ignored`: names of chat_template_kwargs that the template does not read,
+    sorted."""
 
     text: str
     reasoning_open: bool = False
@@ -42,7 +42,7 @@ class Rendered:
 @dataclass(frozen=True)
 class ChatFormat:
     """How conversations of a checkpoint become prompts and how its answers are parsed; `detect`
-    makes it."""
+    makes it, once for a server. It does not change."""
 
     template: ChatTemplate
     """The chat template."""
@@ -75,8 +75,10 @@ class ChatFormat:
 
     @classmethod
     def detect(cls, codec: TextCodec, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
-        """Choose and test the parsers for a tokenizer and template. Raises ConfigError if a parser
-        requested by name is unknown or fails its test."""
+        """Choose and test the parsers for a tokenizer and template. `tool_parser` and
+        `reasoning_parser`: a name, "auto" to choose by evidence, or "off". Raises ConfigError if a
+        parser requested by name is unknown or fails its test; with "auto" there is no parser then,
+        and `rows` says why."""
         reasoning = choose_reasoning(codec, reasoning_parser)
         form = content_form(codec.template)
         tools = choose_tools(codec, tool_parser, reasoning.family, form)
@@ -102,7 +104,7 @@ class ChatFormat:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids of tokens that end the model's turn in this format, in addition to the checkpoint's
-        end tokens."""
+        end tokens; empty if tools are off or the format has none."""
         stops = self._tools.stops if self._tools else ()
         return tuple(self._added[text] for text in stops if text in self._added)
 
@@ -116,10 +118,11 @@ class ChatFormat:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Return the prompt of a conversation. `tool_choice` "none" hides the tools;
-        `continue_final_message`: the answer continues the last message's content, and
-        `add_generation_prompt` must be False. Raises TextError if the template refuses the
-        messages, or if tools are requested but off."""
+        """Return the prompt of a conversation. `tools`: in OpenAI's form, hidden from the template
+        with `tool_choice` "none"; `continue_final_message`: the answer continues the last message's
+        content, and `add_generation_prompt` must be False. The messages are converted to the form
+        that the template reads. Raises TextError if the template refuses the messages, or if tools
+        are requested but off."""
         offered = self._offered(tools, tool_choice)
         if offered and self._tools is None:
             raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
@@ -136,8 +139,9 @@ class ChatFormat:
         return Rendered(text, self._is_open(text), ignored)
 
     def stream(self, *, tools: Tools | None, reasoning_open: bool, tool_choice: Any = "auto") -> DeltaParser:
-        """Return a parser for one answer. Without tools, or with `tool_choice` "none", text that
-        looks like a call is content. `reasoning_open`: from `Rendered`."""
+        """Return a new parser for the text of one answer. Without tools, with `tool_choice` "none",
+        or if tools are off, text that looks like a call is content. `reasoning_open`: from
+        `Rendered`, whether the prompt ends inside reasoning."""
         offered = self._offered(tools, tool_choice)
         return DeltaParser(
             calls=self._tools.calls if self._tools and offered else None,
@@ -161,9 +165,11 @@ class ChatFormat:
         function that it names. For other choices: a grammar of calls or the `answer`; without an
         `answer`, None.
 
-        If calls may occur within reasoning, only the answer is constrained. Calls are written as
-        the checkpoint's template writes them. Raises TextError if tools are off or the named
-        function is not in `tools`, and GrammarError for parameters that cannot be enforced.
+        `follows_reasoning`: white space may come first; `parallel`: several calls are allowed,
+        except of a named function. If calls may occur within reasoning and none is forced, `answer`
+        itself is returned. Calls are written as the checkpoint's template writes them. Raises
+        TextError if tools are off or the named function is not in `tools`, and GrammarError for
+        parameters that cannot be enforced.
         """
         name = _chosen_name(tool_choice)
         is_forced = name is not None or tool_choice == "required"
@@ -197,9 +203,9 @@ class ChatFormat:
         budget: int | None = None,
     ) -> Thinking | None:
         """Return the constraint for the reasoning before an answer that a grammar constrains
-        (`is_bound`) or whose reasoning has a token `budget`. `may_call`, `must_call`: whether calls
-        are allowed or forced. None: there is no reasoning, or tokens do not separate it from the
-        answer."""
+        (`is_bound`) or that has a token `budget` for its reasoning. `may_call`, `must_call`:
+        whether calls are allowed or forced. None: neither applies, there is no reasoning, or tokens
+        do not separate it from the answer."""
         family = self._reasoning
         if family is None or not (is_bound or budget is not None):
             return None
@@ -219,8 +225,8 @@ class ChatFormat:
         return Thinking(end, end, start, budget, may_stop=not is_bound)
 
     def _readable(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages in the form that the template needs. Raises TextError for calls that
-        it cannot write."""
+        """Return the messages in the form that the template needs, as new objects. Raises TextError
+        for calls that it cannot write, and for messages of a wrong form."""
         listed = as_template_reads(messages, self.form)
         has_calls = any(message.get("tool_calls") for message in listed)
         if has_calls and "tool_calls" not in (self.template.source(tools=True) or ""):
@@ -255,8 +261,9 @@ class ChatFormat:
         return text, self._is_open(text, str(content))
 
     def _is_open(self, text: str, content: str = "") -> bool:
-        """Return whether a prompt ends inside a block of reasoning. `content`: the content of the
-        last message, if the answer continues it."""
+        """Return whether a prompt ends inside a block of reasoning: after its start marker, or
+        inside `content`, the content of the last message, if the answer continues it ("": it does
+        not)."""
         if self._reasoning is None:
             return False
         start, end = self._reasoning.marks
@@ -267,7 +274,8 @@ class ChatFormat:
 
 
 def _chosen_name(tool_choice: Any) -> str | None:
-    """Return the name of the function that a `tool_choice` object names; None if it names none."""
+    """Return the name of the function that a `tool_choice` object names, with or without OpenAI's
+    `function` around it; None for a word such as "auto", or if it names none."""
     if not isinstance(tool_choice, Mapping):
         return None
     function = tool_choice.get("function", tool_choice)

@@ -20,8 +20,8 @@ F = TypeVar("F", ToolFamily, ReasoningFamily)
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[F]):
-    """The chosen family (None: no parser) and the reason. `sample`: calls from its passed test, for
-    tool calls."""
+    """The chosen family (None: no parser) and the reason, a text for the ledger. `sample`: calls
+    from its passed test, for tool calls (None: for reasoning, or no parser)."""
 
     family: F | None
     reason: str
@@ -37,7 +37,8 @@ def special_texts(codec: TextCodec) -> set[str]:
 
 def content_form(template: ChatTemplate) -> MessageForm:
     """Return the message form for the template with only `parts` decided: whether it reads content
-    as a string, or as a list of parts."""
+    as a string, which is preferred, or as a list of parts. A template that shows neither gets
+    strings."""
     for parts in (False, True):
         content = [{"type": "text", "text": "probe"}] if parts else "probe"
         try:
@@ -52,9 +53,10 @@ def choose_tools(
     codec: TextCodec, name: str, reasoning: ReasoningFamily | None, form: MessageForm
 ) -> Choice[ToolFamily]:
     """Return the first family of tool calls that has evidence and passes its test, or the family
-    `name`, if it is not "auto" or off. `reasoning`: the chosen family of reasoning; `form`: as
-    `content_form` returns it. Raises ConfigError if a family requested by name is unknown or fails.
-    """
+    with the name or alias `name`, if it is not "auto". No family, with the reason, for "off" or
+    "none", without a tokenizer, and if none passes. `reasoning`: the chosen family of reasoning
+    (None: none); `form`: as `content_form` returns it. Raises ConfigError if a family requested by
+    name is unknown or fails."""
     if name in OFF:
         return Choice(None, "turned off")
     absent = _no_tools(codec.template) if codec.reads_text else SKIPPED
@@ -78,9 +80,10 @@ def choose_tools(
 
 
 def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
-    """Return the first family of reasoning whose markers the template or the tokenizer has, if it
-    passes its test, or the family `name`, if it is not "auto" or off. Raises ConfigError if a
-    family requested by name is unknown or fails."""
+    """Return the first family of reasoning with markers in the template or the tokenizer, or the
+    family with the name or alias `name`, if it is not "auto". No family, with the reason, for "off"
+    or "none", without a tokenizer, without markers, and if that first family fails its test: no
+    other is tried. Raises ConfigError if a family requested by name is unknown or fails."""
     if name in OFF:
         return Choice(None, "turned off")
     if name != "auto":
@@ -132,7 +135,7 @@ def _test_reasoning(codec: TextCodec, family: ReasoningFamily) -> None:
 
 
 def _no_tools(template: ChatTemplate) -> str:
-    """Return why a template cannot offer tools to the model; empty if it can."""
+    """Return the reason why a template cannot offer tools to the model; "" if it can."""
     source = template.source(tools=True)
     if source is None:
         return "this checkpoint has no chat template"
@@ -146,14 +149,15 @@ def _no_tools(template: ChatTemplate) -> str:
 
 
 def _writes_calls(codec: TextCodec) -> bool:
-    """Return whether the template writes the calls of earlier turns."""
+    """Return whether the template writes the calls of earlier turns: whether its source reads
+    `tool_calls`."""
     return "tool_calls" in (codec.template.source(tools=True) or "")
 
 
 def _candidates(codec: TextCodec) -> list[ToolFamily]:
-    """Return the families of tool calls whose evidence the template contains. If the template
-    writes no calls, only families that can write calls themselves, with evidence in the template or
-    the tokenizer."""
+    """Return the families of tool calls, in the order of TOOLS, with all evidence in the template.
+    If the template writes no calls: only families that can write calls themselves, with evidence in
+    the template or the tokenizer's added tokens."""
     found = codec.template.literals(tools=True)
     if _writes_calls(codec):
         return [family for family in TOOLS if all(mark in found for mark in family.evidence)]
@@ -162,8 +166,8 @@ def _candidates(codec: TextCodec) -> list[ToolFamily]:
 
 
 def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
-    """Return what has the markers of a family, "the chat template" or "the tokenizer"; empty if
-    neither has."""
+    """Return what has all markers of a family, "the chat template" or "the tokenizer" (as added
+    tokens); "" if neither has."""
     try:
         literals = codec.template.literals()
     except TextError:

@@ -35,7 +35,10 @@ rendered in a thread outside the event loop: a template may take a million steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A conversation and the requested answer, in the form of OpenAI's chat endpoint."""
+    """A conversation and the requested answer, in the form of OpenAI's chat endpoint, into which
+    every protocol's requests are converted: messages, sampling parameters, tools and their choice,
+    variables of the chat template, and the reasoning budget. Nothing is checked or rendered when it
+    is made."""
 
     messages: Sequence[Mapping[str, Any]]
     """The messages of the conversation."""
@@ -66,8 +69,10 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """New data of sample number `index`: a delta, log-probabilities and ids of new tokens, or its
-    end (`finish_reason`); or the progress of the prompt (`progress`)."""
+    """New data of sample number `index`: a delta, log-probabilities and ids of new tokens, and with
+    the last event of the sample its `finish_reason`, all of them perhaps in one event; or the
+    progress of the prompt (`progress`), alone and with `index` 0. `logprobs` None: not requested,
+    or in an earlier event."""
 
     index: int
     delta: Delta | None = None
@@ -79,7 +84,8 @@ class ChatEvent:
 
 @dataclass(slots=True)
 class ChatMessage:
-    """One sample of an answer: its deltas so far, and how it ended (None: it has not)."""
+    """One sample of an answer: its deltas so far, and how it ended (None: it has not). `logprobs`:
+    one record for each token (None: not requested)."""
 
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: ChatFinish | None = None
@@ -87,17 +93,17 @@ class ChatMessage:
 
     @property
     def content(self) -> str:
-        """The text of its content."""
+        """The text of its content, "" if it has none."""
         return text_of(self.deltas, "content")
 
     @property
     def reasoning(self) -> str:
-        """The text of its reasoning."""
+        """The text of its reasoning, "" if it has none."""
         return text_of(self.deltas, "reasoning")
 
     @property
     def tool_calls(self) -> list[Call]:
-        """Its tool calls, in order."""
+        """Its tool calls, in order; arguments as JSON text."""
         return calls_of(self.deltas)
 
 
@@ -105,7 +111,7 @@ class TextParser(Protocol):
     """Parses the text of one sample, part by part: `DeltaParser` or `_Content`."""
 
     def push(self, text: str) -> list[Delta]:
-        """Parse more text; returns the deltas that it adds."""
+        """Parse more text; returns the deltas that it adds, perhaps none."""
         ...
 
     def finish(self) -> list[Delta]:
@@ -114,14 +120,16 @@ class TextParser(Protocol):
 
 
 class ChatRun(Runs):
-    """The run of one prompt, as an async iterator of `ChatEvent`, for one consumer. Iterating
-    raises the error that ended the run from outside."""
+    """The run of one prompt, as an async iterator of `ChatEvent`, for one consumer: events that
+    were read are gone. Iterating raises the error that ended the run from outside. Use it as an
+    async context manager, which ends the run."""
 
     def __init__(
         self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
     ) -> None:
-        """`parsers`: one for each sample. `ignored`: names of chat_template_kwargs that the
-        template does not read."""
+        """`runs`: the generation of the one prompt, which this run takes over; `parsers`: one for
+        each sample. `ignored`: names of chat_template_kwargs, and of other fields, that have no
+        effect."""
         super().__init__(runs.generations, runs.held, runs.form, runs.check)
         self.request, self.ignored = request, tuple(ignored)
         parallel = request.parallel_tool_calls
@@ -130,7 +138,7 @@ class ChatRun(Runs):
 
     @property
     def output(self) -> RequestOutput:
-        """The engine's output of the prompt so far."""
+        """The engine's output of the prompt so far; it grows in place."""
         return self.outputs[0]
 
     @property
@@ -151,7 +159,8 @@ class ChatRun(Runs):
 
     async def _look(self, sample: Completion) -> None:
         """Check a finished sample for violations of schema parts that are not enforced: the
-        arguments of its calls, or its content if it has no calls."""
+        arguments of its calls, or its content if it has no calls. Findings are appended to
+        `sample.warnings`; nothing is raised."""
         if self.check is None:
             return
         deltas = self._samples[sample.index].kept
@@ -164,7 +173,8 @@ class ChatRun(Runs):
 
     async def begin(self) -> tuple[ChatEvent, AsyncIterator[ChatEvent]]:
         """Return the first event and an iterator of the others; waits for the first. Raises an
-        error that ended the run before it, and Unanswered if an operator ended it."""
+        error that ended the run before it, and Unanswered if the run ended without an event,
+        because an operator aborted it."""
         events = aiter(self)
         first = await anext(events, None)
         if first is None:
@@ -174,7 +184,8 @@ class ChatRun(Runs):
 
 
 class _Sample:
-    """The parser of one sample, and its last tool call."""
+    """The parser of one sample, and what is remembered of its text: the arguments of its last tool
+    call, and in `kept` its deltas."""
 
     def __init__(self, index: int, parser: TextParser, parallel: bool, *, keeps: bool) -> None:
         """`parallel` False: calls after the first are dropped; `keeps`: collect all deltas in
@@ -186,8 +197,9 @@ class _Sample:
         self._unsent: tuple[int, ...] = ()
 
     def take(self, text: TextDelta, stop_cause: int | str | None) -> list[ChatEvent]:
-        """Return the events of new text: token ids and log-probabilities are in the first event,
-        the finish reason in the last. `stop_cause`: as in `Completion`."""
+        """Return the events of new text, perhaps none: token ids and log-probabilities are in the
+        first event, the finish reason in the last. Ids without an event are kept for the next one.
+        `stop_cause`: the stop string, pattern or token id that ended the sample (None: none)."""
         deltas = self._parser.push(text.text) if text.text else []
         if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
@@ -214,8 +226,9 @@ class _Sample:
         ]
 
     def _reason(self, reason: FinishReason, stop_cause: int | str | None) -> ChatFinish:
-        """Return the finish reason: "tool_calls" for a sample that ended after a call, but "stop"
-        if a stop string cut the call's arguments."""
+        """Return the finish reason for the client: "tool_calls" for a sample that ended by "stop"
+        after a call, but "stop" if a stop string cut the call's arguments; other reasons
+        unchanged."""
         if reason != "stop" or self._arguments is None:
             return reason
         return "stop" if isinstance(stop_cause, str) and not _is_json(self._arguments) else "tool_calls"
@@ -225,8 +238,8 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     """Render the prompt, send it to an engine and return the run; waits for that, not for the
     answer.
 
-    Raises InvalidRequest if the template refuses the messages or if tools are requested but off,
-    and as `Frontend.generate`.
+    Raises InvalidRequest if the template refuses the messages, if tools are requested but off, or
+    if a call is forced without tools; SamplingError; and as `Frontend.generate`.
     """
     form, tools = frontend.format, tools_in_play(request)
     must_call = _must_call(request, tools)
@@ -258,14 +271,14 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
 
 
 def plain_run(runs: Runs, params: SamplingParams, form: str) -> ChatRun:
-    """Return `runs` of a text that is no conversation as a chat: the whole text is content, which
-    the field `form` of the request constrains (empty: none does)."""
+    """Return `runs`, of one prompt that is no conversation, as a chat: the whole text is content,
+    which the field `form` of the request constrains (empty: none does). Nothing is started."""
     return ChatRun(runs, ChatRequest(messages=(), params=params, form=form), [_Content() for _ in range(params.n)])
 
 
 def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
     """Return the parts of the request's schemas that are not enforced: of the answer's, and if a
-    call is forced, of the tools'."""
+    call is forced, of the tools'. Empty if all are enforced."""
     found = unenforced(request.form, request.params.grammar)
     for place, tool in enumerate(request.tools or () if must_call else ()):
         schema = tool.get("function", tool).get("parameters")
@@ -275,7 +288,7 @@ def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
 
 
 def _names(request: ChatRequest) -> list[str]:
-    """Return the names of the request's tools, in order."""
+    """Return the names of the request's tools, in order; "" for a tool without one."""
     return [tool.get("function", tool).get("name", "") for tool in request.tools or ()]
 
 
@@ -288,7 +301,8 @@ def _params(
     must_call: bool,
 ) -> SamplingParams:
     """Return the request's sampling parameters with the additions of the chat format: reasoning,
-    calls, special tokens, end tokens. Raises InvalidRequest."""
+    calls, special tokens, end tokens. `tools`: those that the prompt shows (None: none);
+    `must_call`: the answer must be a call. Raises InvalidRequest about `tools` or `tool_choice`."""
     params = replace(request.params, thinking=_thinking(form, request, rendered, must_call=must_call))
     if tools:
         with blame("tool_choice"), blame("tools", GrammarError):
@@ -308,15 +322,16 @@ def _params(
 
 
 async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str) -> int:
-    """Return the number of tokens of a chat's prompt; waits for the tokenizer. Raises
-    InvalidRequest about the request's field `param`."""
+    """Return the number of tokens of a chat's prompt; waits for the template and the tokenizer,
+    needs no engine. Raises InvalidRequest about the request's field `param`."""
     with blame(param):
         return len(await frontend.tokenize((await render(frontend, request)).text, special=False))
 
 
 async def render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
-    """Return the prompt of a chat; a long one is rendered in a thread. Raises TextError if the
-    template refuses the messages, or if no tokenizer is read."""
+    """Return the prompt of a chat; waits, and renders a long one in a thread. Raises TextError if
+    the template refuses the messages, if tools are requested but off, or if the server runs without
+    a tokenizer."""
     frontend.codec.need_text("a chat")
     return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
@@ -343,7 +358,8 @@ def _render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
 
 
 async def collect_chat(run: ChatRun) -> list[ChatMessage]:
-    """Return all samples as whole messages, by their index; waits until each has ended."""
+    """Return all samples as whole messages, by their index; waits until each has ended. A sample
+    that failed has its `finish_reason`; an error that ended the run from outside is raised."""
     await run.ended()
     messages = [ChatMessage() for _ in run.output.outputs]
     async for event in run:
@@ -360,14 +376,15 @@ async def collect_chat(run: ChatRun) -> list[ChatMessage]:
 
 
 def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
-    """Return the tools that the prompt shows; None if there are none, or if `tool_choice` is
-    "none"."""
+    """Return the tools that the prompt shows, in OpenAI's form; None if there are none, or if
+    `tool_choice` is "none"."""
     return request.tools if request.tools and request.tool_choice != "none" else None
 
 
 def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Return whether the answer must be a call. Raises InvalidRequest if it must and there are no
-    tools."""
+    """Return whether the answer must be a call: `tool_choice` is neither "none" nor "auto".
+    `tools`: those that the prompt shows. Raises InvalidRequest if a call is required and there are
+    no tools."""
     if request.tool_choice in ("none", "auto"):
         return False
     if not tools:
@@ -376,8 +393,8 @@ def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) 
 
 
 def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, must_call: bool) -> Thinking | None:
-    """Return the constraint for the reasoning before an answer that a grammar constrains or whose
-    reasoning has a budget; None if there is no reasoning.
+    """Return the constraint for the reasoning before an answer that a grammar constrains, or for
+    reasoning with a budget; None if neither applies or there is no reasoning.
 
     None also if the answer continues a message in which the reasoning has ended.
     """
@@ -396,11 +413,11 @@ class _Content:
     """The parser of an answer without reasoning and calls: the whole text is content."""
 
     def push(self, text: str) -> list[Delta]:
-        """Return the text itself as content."""
+        """Return the text itself as one delta of content."""
         return [Delta("content", text)]
 
     def finish(self) -> list[Delta]:
-        """Return nothing: no text is held back."""
+        """Return an empty list: no text is held back."""
         return []
 
 

@@ -28,7 +28,7 @@ class Failed(Exception):
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What a chat template appends to a prompt for an answer with `calls`, and whether the text
-    begins inside reasoning."""
+    begins inside reasoning. `calls` and `footer` are as the parser read them, and empty before."""
 
     text: str
     reasoning_open: bool
@@ -49,7 +49,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A family of tool calls to test on a checkpoint, with the chosen family of reasoning."""
+    """A family of tool calls to test on a checkpoint, with the chosen family of reasoning (None:
+    none). `skip_special_tokens`: whether answers are decoded without special tokens."""
 
     codec: TextCodec
     family: ToolFamily
@@ -57,8 +58,8 @@ class Candidate:
     skip_special_tokens: bool
 
     def parser(self, turn: Turn) -> DeltaParser:
-        """Return a new parser for a turn. Ids that it makes are all equal, so that two parsers give
-        equal deltas."""
+        """Return a new parser for the text of a turn, with the family's calls. Ids that it makes
+        are all equal, so that two parsers give equal deltas."""
         return self.reader(turn, calls=self.family.calls)
 
     def reader(self, turn: Turn, *, calls: ToolScan | None = None) -> DeltaParser:
@@ -73,7 +74,8 @@ class Candidate:
 
 
 def probe_tools() -> list[dict[str, Any]]:
-    """Return two tools for the test, with names that no client uses."""
+    """Return two tools for the test, in OpenAI's form, as new objects, with names that no client
+    uses."""
     properties = {
         "place": {"type": "string", "description": "Where"},
         "count": {"type": "integer", "description": "How many"},
@@ -94,8 +96,8 @@ def probe_tools() -> list[dict[str, Any]]:
 
 
 def probe_calls() -> tuple[Call, Call]:
-    """Return a call of each probe tool. Their arguments contain quotes, braces, a line break and
-    characters that are not ASCII."""
+    """Return a call of each probe tool, with fixed ids. The arguments of the first contain quotes,
+    braces, a line break and characters that are not ASCII."""
     first = {"place": 'Zürich "}]\n東', "count": 3, "exact": True, "detail": {"list": [1.5, None, "a\\b"], "{": {}}}
     return (
         Call("probe_alpha", json.dumps(first, ensure_ascii=False), CALL_IDS[0]),
@@ -104,8 +106,9 @@ def probe_calls() -> tuple[Call, Call]:
 
 
 def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
-    """Test a family of tool calls with different forms of messages, starting from `form`, and
-    return the first passed test. Raises Failed with the reason of the first form if none passes."""
+    """Test a family of tool calls with four forms of messages, starting from `form` (arguments as
+    objects or text, missing content as "" or None), and return the first passed test. Raises Failed
+    with the reason of the first form if none passes."""
     reasons: list[str] = []
     for arguments in (True, False):
         for empty in (False, True):
@@ -118,8 +121,9 @@ def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
 
 
 def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_tokens: bool) -> None:
-    """Test a family of reasoning on a text with its markers. `skip_special_tokens`: how answers are
-    decoded. Raises Failed."""
+    """Test a family of reasoning on a text with its markers, closed and already open, split at
+    every position and from its tokens. `skip_special_tokens`: how answers are decoded. Raises
+    Failed if a reading is wrong; else returns nothing."""
     start, end = family.marks
     end += family.resume + family.opening
     for is_open in (False, True):
@@ -138,13 +142,16 @@ def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_toke
 
 
 def new_ids(family: ToolFamily | None) -> Callable[[], str]:
-    """Return the function that makes ids of calls for a family (None: no tools)."""
+    """Return the function that makes ids of calls for a family, `short_id` or `long_id` (also for
+    None: no tools)."""
     return short_id if family and family.has_short_ids else long_id
 
 
 def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
-    """Test one form of messages: the turn with the most calls is split at every position, the other
-    turn only by characters. Raises Failed and TextError."""
+    """Test one form of messages, and return its sample: the turn with the most calls is split at
+    every position, the other turn only by characters. If the template writes one call only, the
+    sample's form has `single` set. Raises Failed, and TextError if the template refuses the
+    messages."""
     calls = probe_calls()
     one = _turn(candidate, form, calls[:1])
     try:
@@ -182,8 +189,9 @@ def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
 
 
 def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Turn:
-    """Return the text that the template adds to the prompt for an answer with these calls. Raises
-    TextError."""
+    """Return the text that the template adds to the prompt for an answer with these calls, as a
+    `Turn` in which `calls` and `footer` are still empty. Raises TextError if the template refuses
+    the messages."""
     template, tools = candidate.codec.template, probe_tools()
     answer = {"role": "assistant", "content": None, "tool_calls": [_as_sent(call) for call in calls]}
     question = as_template_reads([QUESTION], form)
@@ -231,7 +239,8 @@ def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int])
 
 
 def _decoded(candidate: Candidate, text: str) -> str:
-    """Return the text after it was encoded and decoded again."""
+    """Return the text after it was encoded and decoded again, as an answer would be: special tokens
+    may be lost."""
     ids = candidate.codec.encode(text, special=False)
     return candidate.codec.decode(ids, skip_special_tokens=candidate.skip_special_tokens)
 
@@ -252,7 +261,7 @@ def _verify(candidate: Candidate, turn: Turn, deltas: Sequence[Delta], calls: Se
 
 def _verify_content(candidate: Candidate, turn: Turn, deltas: Sequence[Delta]) -> None:
     """Raise Failed unless content is the text before the first call and after the last one, without
-    any part of a marker."""
+    any part of a marker. `deltas`: the parser's reading of the turn, with at least one call."""
     marks = candidate.family.marks
     places = [place for place, delta in enumerate(deltas) if delta.kind.startswith("tool")]
     before, between, after = (

@@ -21,7 +21,8 @@ from sglcore.serving.replicas.server_errors import INVALID, Failure
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Limits: number of open connections of the server, bytes of a request's head, seconds for a
-    head to arrive, and seconds that a full send buffer may take to drain."""
+    head to arrive, and seconds that a full send buffer may take to drain before the connection is
+    closed."""
 
     connections: int
     head_bytes: int
@@ -54,11 +55,12 @@ class Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """The asyncio protocol of one client's connection: uvicorn's, with the limits of `bounds`.
-    Trailers are dropped, because nothing reads them."""
+    """The asyncio protocol of one client's connection: uvicorn's, with the limits of `bounds`. A
+    request beyond them gets an error answer where that is still possible, and the connection is
+    closed. Trailers are dropped, because nothing reads them."""
 
     def __init__(self, *, bounds: Bounds, **given: Any) -> None:
-        """`given`: the arguments that uvicorn passes to a protocol."""
+        """`given`: the keyword arguments that uvicorn passes to a protocol."""
         super().__init__(**given)
         self.app = Unchunked(self.app)
         self.bounds = bounds
@@ -70,8 +72,8 @@ class Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Refuse a connection above the limit; otherwise start the time limit of the first head.
-        Overrides asyncio's callback."""
+        """Refuse a connection above the limit, with status 503, or far above it without an answer;
+        otherwise start the time limit of the first head. Overrides asyncio's callback."""
         super().connection_made(transport)
         excess = len(self.connections) - self.bounds.connections
         if excess > MOST_REFUSED:
@@ -89,8 +91,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass the data to the parser, and refuse a head that is incomplete and too large.
-        Overrides asyncio's callback."""
+        """Pass the data to the parser, and refuse (431) a head that is incomplete and too large.
+        Data after a refusal is dropped. Overrides asyncio's callback."""
         if self._is_refused or self.transport.is_closing():
             return
         super().data_received(data)
@@ -119,8 +121,9 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the size and the transfer encoding of the complete head. Raises Refused, which the
-        parser raises again as its own error. Overrides the parser's callback."""
+        """Check the size (else 431) and the transfer encoding (else 501) of the complete head, and
+        note a request by HTTP/1.0 for `Unchunked`. Raises Refused, which the parser raises again as
+        its own error. Overrides the parser's callback."""
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.bounds.head_bytes:
@@ -135,14 +138,15 @@ class Connection(HttpToolsProtocol):
             self.scope["state"][OPEN_ENDED] = self.cycle  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_message_complete(self) -> None:
-        """Continue reading after a complete request, so that the end of the connection is noticed.
-        Overrides the parser's callback."""
+        """Continue reading after a complete request, unless another one is pipelined, so that the
+        end of the connection is noticed. Overrides the parser's callback."""
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Start the time limit of a client that reads too slowly. Overrides asyncio's callback."""
+        """Start the time limit of a client that reads too slowly: at its end the connection is
+        aborted. Overrides asyncio's callback."""
         super().pause_writing()
         self._expect_progress()
 
@@ -165,8 +169,8 @@ class Connection(HttpToolsProtocol):
         self._expect_progress()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser refused, with the failure in our schema. Overrides
-        uvicorn's method.
+        """Answer a request that the parser refused, with the failure in our schema (`msg` is not
+        used), and close the connection. Overrides uvicorn's method.
 
         If a body breaks off before the answer has begun, the tasks that make the answer are
         cancelled.
@@ -224,7 +228,8 @@ class Unchunked:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for one request."""
+        """Run the app for one request. Only answers to HTTP/1.0 without a content-length are
+        changed."""
         cycle = scope.get("state", {}).pop(OPEN_ENDED, None)
         if cycle is None:
             return await self._app(scope, receive, send)

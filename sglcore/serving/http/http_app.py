@@ -55,8 +55,8 @@ order."""
 
 @asynccontextmanager
 async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
-    """Return a context with the application, in which its batches run. Unfinished batches continue
-    at the next start.
+    """Return a context with the application, in which its batches run, if the server has a batch
+    folder. Engines are not started here. Unfinished batches continue at the next start.
 
     Raises ConfigError for a batch folder that cannot be used.
     """
@@ -83,9 +83,10 @@ async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
 
 
 def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastAPI:
-    """Return the application with all endpoints, without middleware. `runner`: runs batches and has
-    their store; None: batches are off. The OpenAPI document is at /openapi.json; documentation
-    pages that load scripts from other hosts are off."""
+    """Return the application with all endpoints, and only one middleware, the innermost `Refusals`,
+    which answers errors. `runner`: runs batches and has their store; None: batches are off. The
+    OpenAPI document is at /openapi.json; documentation pages that load scripts from other hosts are
+    off."""
     app = Application(
         needs_key=bool(frontend.config.api_key),
         responses=documented_errors((401, 403, 500)),
@@ -109,8 +110,8 @@ def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastA
 
 
 def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) -> None:
-    """Raise InvalidRequest about unknown fields `names` of a request if the server is strict;
-    otherwise count them and log their names."""
+    """Raise InvalidRequest about the first of a request's unknown fields if the server is strict;
+    otherwise count them and log their names. `names`: the paths of the fields."""
     if frontend.config.strict_fields:
         assert isinstance(request, JsonRequest)
         request.unknown.refuse(request.decoded)

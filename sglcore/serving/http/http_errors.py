@@ -56,8 +56,9 @@ _WANTED = MappingProxyType(
 
 
 def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
-    """Return the JSON value of a failure in the form of the path's protocol. On /v1/models, which
-    two protocols have, the request's headers decide."""
+    """Return a failure, as a value that is not encoded yet, in the form of the path's protocol:
+    Ollama's, Anthropic's, or else OpenAI's. On /v1/models, which two protocols have, the request's
+    headers decide."""
     path = scope["path"]
     if path.startswith(OLLAMA):
         return ollama.error_body(failure)
@@ -68,19 +69,21 @@ def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
 
 
 def answer(found: Failure, scope: Scope) -> Response:
-    """Return the response of a failure, in the form of the path's protocol."""
+    """Return the JSON response of a failure, with its status and headers, in the form of the path's
+    protocol."""
     return Response(encode(body_of(found, scope)), found.status, dict(found.headers), "application/json")
 
 
 async def on_validation(request: Request, error: Exception) -> Response:
-    """Answer a request whose body or parameters are wrong; an exception handler of FastAPI."""
+    """Answer a request with a wrong body or wrong parameters, with status 400; an exception handler
+    of FastAPI for RequestValidationError."""
     assert isinstance(error, RequestValidationError)
     return answer(told(refused(error)), request.scope)
 
 
 async def on_http(request: Request, error: Exception) -> Response:
-    """Answer a request for which an HTTPException was raised, such as an unknown path or method, or
-    a body that is not JSON; an exception handler of FastAPI."""
+    """Answer a request for which an HTTPException was raised, with its status: an unknown path or
+    method, or a body that is not JSON; an exception handler of FastAPI."""
     assert isinstance(error, HTTPException)
     path, detail, headers = request.url.path, str(error.detail), dict(error.headers or {})
     if detail == HTTPStatus(error.status_code).phrase:
@@ -95,8 +98,8 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:
-    """Return the error about the first wrong parameter of path or query; if there is none, about
-    the most deeply nested error in the first wrong field of the body."""
+    """Return (not raise) the error about the first wrong parameter of path or query; if there is
+    none, about the most deeply nested error in the first wrong field of the body."""
     elsewhere = next((item for item in error.errors() if item["loc"][0] != "body"), None)
     if elsewhere is not None:
         return _refused_parameter(elsewhere)
@@ -109,7 +112,8 @@ def refused(error: RequestValidationError) -> InvalidRequest:
 
 
 def _refused_parameter(item: Any) -> InvalidRequest:
-    """Return the error of a wrong parameter in the path or the query."""
+    """Return the error of a wrong parameter in the path or the query. `item`: one error of
+    pydantic's list."""
     name = str(item["loc"][-1])
     return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item), param=name)
 
@@ -133,15 +137,16 @@ def _wanted(item: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """Format a limit from the `ctx` of a pydantic error for a message: floats short, literals in
-    double quotes, such as `"a", "b" or "c"`."""
+    """Return a limit from the `ctx` of a pydantic error as text for a message: floats short,
+    literals in double quotes, such as `"a", "b" or "c"`."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text.replace("'", '"').replace("False", "false")
 
 
 def _real_names(item: Any, body: Any) -> tuple[Any, ...]:
     """Return the names and indices in an error's location that exist in the body, and the name of a
-    missing field; pydantic adds others for the members of unions."""
+    missing field; pydantic adds others for the members of unions. `item`: one error of pydantic's
+    list; `body`: plain values."""
     names: list[Any] = []
     loc = item["loc"][1:]
     for place, name in enumerate(loc, 1):

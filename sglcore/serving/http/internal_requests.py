@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """POST a JSON body to `path` of the app, and return status and body of the whole answer. Waits.
-    If this is cancelled, the request ends."""
+    """POST a JSON body to `path` of the app, under the id `request_id`, and return status and body
+    of the whole answer. Waits. If this is cancelled, the request ends. An error that the app does
+    not answer is raised."""
     unread, status, answer = [body], 0, bytearray()
 
     async def receive() -> Message:

@@ -25,8 +25,9 @@ class Logs:
     write only through its queue; `close` writes the remaining lines."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Open `log_file`, or use standard error, and redirect the loggers NAMES. Raises
-        ConfigError if the file cannot be opened."""
+        """Open `log_file` to append to it, or use standard error, start the log's thread, and
+        redirect the loggers NAMES, at the level `log_level`. Raises ConfigError if the file cannot
+        be opened."""
         self._stream = _opened(config.log_file)
         self._is_file = config.log_file is not None
         self._queue: queue.Queue[str | None] = queue.Queue(_LONGEST_QUEUE)
@@ -43,11 +44,12 @@ class Logs:
 
     @property
     def lost(self) -> int:
-        """Number of lines that could not be written or did not fit into the queue."""
+        """Number of lines so far that could not be written or did not fit into the queue."""
         return self._handler.dropped + self._unwritten
 
     def close(self) -> None:
-        """Write the remaining lines, and restore the loggers. Waits at most 2 s for a place in the
+        """Write the remaining lines, and let the loggers NAMES pass lines on to the root logger;
+        handlers that they had before `Logs` do not come back. Waits at most 2 s for a place in the
         queue, and 2 s for the thread. Idempotent."""
         for logger in map(logging.getLogger, NAMES):
             logger.handlers = [handler for handler in logger.handlers if handler is not self._handler]
@@ -69,7 +71,7 @@ class Logs:
 
 class _Queued(logging.Handler):
     """A logging handler that puts formatted lines into a queue without waiting. `dropped`: number
-    of lines that did not fit."""
+    of lines that did not fit or could not be formatted."""
 
     def __init__(self, lines: queue.Queue[str | None]) -> None:
         super().__init__()
@@ -85,8 +87,8 @@ class _Queued(logging.Handler):
 
 
 class _Lines(logging.Formatter):
-    """Formats a line: time in UTC, level, logger, text; further lines, as of a traceback, are
-    indented."""
+    """Formats a record as one line: time in UTC with milliseconds, level, logger, text; further
+    lines, as of a traceback, are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -99,8 +101,8 @@ class _Lines(logging.Formatter):
 
 
 def _is_written(stream: TextIO | None, text: str) -> bool:
-    """Write a text and return whether all of it was written; False also for None, a process without
-    standard error."""
+    """Write a text, flush, and return whether all of it was written; False also for None, a process
+    without standard error. Raises nothing for an error of the disk."""
     if stream is None:
         return False
     try:

@@ -25,7 +25,8 @@ class Application(FastAPI):
         super().__init__(**settings)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document; it is made at the first call. Overrides FastAPI's method."""
+        """Return the OpenAPI document; it is made at the first call, and later calls return the
+        same object. Overrides FastAPI's method."""
         if self.openapi_schema is None:
             document = super().openapi()
             _without_422(document)
@@ -47,8 +48,8 @@ class Application(FastAPI):
 
 
 def _without_422(document: dict[str, Any]) -> None:
-    """Remove status 422 from the document, in place: a wrong body has status 400, as in OpenAI's
-    API."""
+    """Remove status 422, and the schemas that only it uses, from the document, in place: a wrong
+    body has status 400, as in OpenAI's API."""
     for operation in (operation for path in document["paths"].values() for operation in path.values()):
         operation["responses"].pop("422", None)
     for name in _NEVER_SENT:

@@ -41,8 +41,8 @@ request."""
 
 
 class JsonRequest(Request):
-    """A request whose JSON body is parsed strictly: UTF-8, no NaN, no lone surrogates, limited
-    depth."""
+    """A request with a JSON body that is parsed strictly: UTF-8, no NaN, no lone surrogates,
+    limited depth. `read` parses it; until then `json` returns None."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
@@ -53,11 +53,12 @@ class JsonRequest(Request):
         self._read: Any = None
 
     async def read(self, model: type[BaseModel]) -> None:
-        """Parse the body as a `model`; an empty body is None. A large body is parsed in a thread,
-        outside the event loop.
+        """Parse the body as a `model`, for `json`; an empty body becomes None. A large body is
+        parsed in a thread, outside the event loop. Unknown fields are collected in `unknown`, not
+        refused.
 
-        Raises HTTPException 400 if it is not JSON, RequestValidationError, and InvalidRequest for
-        `refuse_foreign`.
+        Raises HTTPException 400 if it is not JSON, RequestValidationError if it does not fit the
+        model, and InvalidRequest as `refuse_foreign`.
         """
         data = await self.body()
         if len(data) > LARGE:
@@ -66,8 +67,8 @@ class JsonRequest(Request):
             self._take(data, model)
 
     async def json(self) -> Any:
-        """Return what `read` parsed: an instance of the model, or None. Overrides Starlette's
-        method."""
+        """Return what `read` parsed: an instance of the model, or None. Does not wait. Overrides
+        Starlette's method."""
         return self._read
 
     def _take(self, data: bytes, model: type[BaseModel]) -> None:
@@ -114,21 +115,24 @@ class Routes(APIRouter):
     def __init__(self, keep_alive: float = 15.0, on_unknown: OnUnknown | None = None) -> None:
         """`keep_alive`: seconds without an event after which a stream sends a keep-alive.
 
-        `on_unknown` gets each request with unknown fields, before its endpoint runs.
+        `on_unknown` gets each request with unknown fields and their paths, before its endpoint
+        runs; it may raise an error, which refuses the request. None: unknown fields are only
+        reported in a header.
         """
         self._on_unknown = on_unknown
         super().__init__(route_class=JsonRoute)
         self.keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
-        """Add an endpoint that may return a Stream. The endpoint's docstring, which must be one
-        line, becomes its summary in the OpenAPI document. Overrides FastAPI's method."""
+        """Add an endpoint that may return a Stream; `given`: FastAPI's parameters. The endpoint's
+        docstring, which must be one line, becomes its summary in the OpenAPI document, unless
+        `given` has one. Overrides FastAPI's method."""
         summary = given.get("summary") or (endpoint.__doc__ or "").rstrip(".")
         super().add_api_route(path, _streaming(endpoint, self), **{**given, "response_model": None, "summary": summary})
 
     def unknown_fields(self, request: Request) -> list[str]:
-        """Call `on_unknown` if the request has unknown fields, and return the paths of these
-        fields."""
+        """Return the paths of the request's unknown fields, such as `messages[0].mood`, after
+        calling `on_unknown` if there are any. Raises what `on_unknown` raises."""
         found = request.unknown.places(request.decoded) if isinstance(request, JsonRequest) else []
         if found and self._on_unknown is not None:
             self._on_unknown(request, found)
@@ -137,7 +141,8 @@ class Routes(APIRouter):
 
 def _streaming(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
     """Return the endpoint in FastAPI's form: it gets the parameters in its signature, and the
-    request if it names it, and returns a response."""
+    request if it names it, and returns a response, for a `Stream` an `EventStream`. The response
+    has a header with the request's unknown fields."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
     wanted = inspect.signature(endpoint).parameters

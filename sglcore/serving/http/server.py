@@ -86,7 +86,8 @@ async def serve(
 
 def bind(config: ServerConfig) -> list[socket.socket]:
     """Return sockets on all addresses of the configured host, with one port; they do not listen
-    yet. Raises ConfigError."""
+    yet. With port 0 a free one is chosen. Raises ConfigError, and leaves no socket open, if the
+    host is unknown or the port is in use."""
     bound: list[socket.socket] = []
     port = config.port
     try:
@@ -105,8 +106,9 @@ def bind(config: ServerConfig) -> list[socket.socket]:
 
 
 def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the TLS context of the server's connections; None: no TLS. Raises ConfigError for
-    files that cannot be used."""
+    """Return the TLS context of the server's connections; None: no TLS is configured. With
+    `ssl_ca_certs` clients must have a certificate. Raises ConfigError for files that cannot be
+    used."""
     if config.ssl_certfile is None:
         return None
     certificate = config.ssl_certfile
@@ -126,7 +128,8 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def address_of(sockets: Sequence[socket.socket], scheme: str = "http") -> str:
-    """Return the URL by which this machine reaches the server at these bound sockets."""
+    """Return the URL by which this machine reaches the server at the first of these bound sockets;
+    the wildcard addresses become localhost."""
     host, port = sockets[0].getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "localhost"
@@ -151,8 +154,10 @@ async def run_server(
     At the first SIGTERM or SIGINT, wait for `on_drain`, which should make the app refuse new
     requests, and for all requests in progress, at most `drain_timeout` seconds; then `on_overdue`
     may fail them, and 2 seconds are left for the answers. The second signal stops at once.
-    `stopped`, set when the engine has ended, also leaves 2 seconds. `on_listening` gets the URL.
-    `tls` encrypts connections. Call it on the main thread; on others, no signals are received.
+    `stopped`, set when the engine has ended, also leaves 2 seconds. `on_listening` gets the URL
+    once connections are accepted. `tls` encrypts connections (None: no TLS); `sockets`: from `bind`
+    (None: they are made here); `metrics` gets the number of connections. Call it on the main
+    thread; on others, no signals are received.
     """
     sockets = list(sockets or bind(config))
     server = _Server(uvicorn_config(app, config), tls)
@@ -176,7 +181,8 @@ async def run_server(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that does not handle signals, and sets `listens` when it listens."""
+    """A uvicorn server that does not handle signals, and sets the event `listens` when it listens.
+    `leave` ends it."""
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         config.load()
@@ -196,7 +202,7 @@ class _Server(uvicorn.Server):
         self.listens.set()
 
     async def main_loop(self) -> None:
-        """Update the date of answers each second, until `leave`. Overrides uvicorn's method."""
+        """Update the date in headers each second, until `leave`. Overrides uvicorn's method."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leaves.wait(), 1.0)
@@ -208,9 +214,9 @@ class _Server(uvicorn.Server):
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's configuration: our `Connection`, without uvicorn's signals, lifespan and
-    logs. Raises this process's limit of open files if possible, and lowers the number of
-    connections if not."""
+    """Return uvicorn's configuration: our `Connection` with its limits, without uvicorn's signals,
+    lifespan and logs. Increases this process's limit of open files if possible; if not, allows
+    fewer connections and logs a warning."""
     most = min(config.max_connections, _file_limit(config.max_connections + _SPARE_FILES) - _SPARE_FILES)
     if most < config.max_connections:
         log.warning("the file limit of this process allows at most %d connections; raise `ulimit -n`", most)
@@ -233,8 +239,9 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 @contextlib.asynccontextmanager
 async def _serving(server: _Server, sockets: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
-    """Run the server inside the context, from when it listens; afterwards none of its tasks and
-    connections are left."""
+    """Run the server inside the context, which begins when it listens and yields its task;
+    afterwards none of its tasks and connections are left. Raises the error of a server that ends
+    before it listens."""
     serving = asyncio.create_task(server.serve(sockets))
     await _first(serving, server.listens)
     try:
@@ -277,8 +284,8 @@ async def _drained(
 async def _idle(
     server: _Server, seconds: float, again: asyncio.Event, *others: asyncio.Event | asyncio.Future[Any]
 ) -> bool:
-    """Wait until no request is in progress and the futures in `others` are done; returns False
-    after `seconds`, or when `again` or an event in `others` is set."""
+    """Wait until no request is in progress and the futures in `others` are done, and return True;
+    return False after `seconds`, or when `again` or an event in `others` is set."""
     events = [again, *(each for each in others if isinstance(each, asyncio.Event))]
     futures = [each for each in others if isinstance(each, asyncio.Future)]
     deadline = asyncio.get_running_loop().time() + seconds
@@ -290,8 +297,8 @@ async def _idle(
 
 
 async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait until one of the events is set or the task `serving` has ended. Raises the error that
-    ended the task."""
+    """Wait until one of the events is set or the task `serving` has ended; which one is not
+    returned. Raises the error that ended the task."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     done, _ = await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -332,8 +339,8 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _file_limit(wanted: int) -> int:
-    """Raise this process's limit of open files to `wanted` if possible; returns the limit that
-    holds then."""
+    """Increase this process's limit of open files to `wanted` if it is lower and that is possible;
+    returns the limit that holds then (`wanted` if there is none)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < best:

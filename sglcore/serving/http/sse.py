@@ -13,10 +13,11 @@ from sglcore.serving.apis.answer import Stream, warned
 
 
 class EventStream(Response):
-    """The HTTP response that sends the events of a `Stream`."""
+    """The HTTP response that sends the events of a `Stream`; it is used once."""
 
     def __init__(self, stream: Stream, keep_alive: float) -> None:
-        """`keep_alive`: seconds without an event after which `stream.form.keep_alive` is sent."""
+        """`keep_alive`: seconds without an event after which the bytes `stream.form.keep_alive` are
+        sent."""
         self.stream = stream
         self.media_type = stream.form.media_type
         self.status_code = 200
@@ -32,8 +33,9 @@ class EventStream(Response):
         self._ping: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, at the speed of the client. If it is cancelled, the generator of the
-        events is closed."""
+        """Send all events, at the speed of the client, inside the stream's context `held`. An error
+        before anything was sent is raised; a later one is sent as the last event. If this is
+        cancelled, the generator of the events is closed."""
         async with self.stream.held:
             self._watch(send, self._keep_alive)
             try:
@@ -63,8 +65,8 @@ class EventStream(Response):
         self._sent_at, self._is_sending = time.monotonic(), False
 
     def _watch(self, send: Send, seconds: float) -> None:
-        """Check in `seconds` whether a keep-alive is due, and again from then on. A keep-alive also
-        begins the answer if nothing was sent before."""
+        """Check in `seconds` whether a keep-alive is due, and again from then on; does not wait. A
+        keep-alive also begins the answer if nothing was sent before."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look, send)
 
     def _look(self, send: Send) -> None:

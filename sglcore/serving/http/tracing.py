@@ -37,7 +37,8 @@ log = logging.getLogger("sglcore.serving")
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The span of the caller, from the header `traceparent` (W3C Trace Context)."""
+    """The span of the caller, from the header `traceparent` (W3C Trace Context): ids of 32 and 16
+    hexadecimal digits, and whether the caller records the trace."""
 
     trace_id: str
     span_id: str
@@ -54,8 +55,9 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that has ended. `route`: the path of its route; `seconds`: the time it took;
-    `clocks`: one for each prompt that was sent to an engine."""
+    """A request that has ended. `route`: the path of its route, with names of parameters; `path`:
+    as it was requested; `status` 0: no answer began; `seconds`: the time it took; `clocks`: one for
+    each prompt that was sent to an engine."""
 
     method: str
     route: str
@@ -67,8 +69,8 @@ class Answered:
 
 
 class Traces:
-    """Sends spans of requests to a collector. `record` never waits: spans that could not be sent
-    are counted in `lost`."""
+    """Sends spans of requests to a collector, on a thread of its own. `record` never waits: spans
+    that could not be sent are counted in `lost`."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint`: the collector's URL (an empty path means /v1/traces); `model`: the model name
@@ -99,8 +101,8 @@ class Traces:
             self.lost += 1
 
     def close(self) -> None:
-        """Send the remaining spans. Waits at most LAST_SECONDS for a place in the queue, and as
-        long again for the thread."""
+        """Send the remaining spans and end the thread. Waits at most LAST_SECONDS for a place in
+        the queue, and as long again for the thread. Call it once."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=LAST_SECONDS)
             self._thread.join(LAST_SECONDS)
@@ -136,7 +138,9 @@ class Traces:
 
 
 def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:
-    """Return the OTLP span of a request that ended at `ended`, in nanoseconds since 1970."""
+    """Return the OTLP span, as a value to encode as JSON, of a request that ended at `ended`, in
+    nanoseconds since 1970. Without a `parent` it begins a new trace. `model`: the model's name, for
+    requests with prompts."""
     started = ended - int(answered.seconds * 1e9)
     firsts = [clock.first_token_seconds for clock in answered.clocks if clock.first_token_seconds is not None]
     known: dict[str, Any] = {

@@ -35,8 +35,8 @@ heartbeats."""
 
 
 class EngineChannel:
-    """The engine's end of a channel. Not thread-safe, except that one thread may make it and
-    another use it."""
+    """The engine's end of a channel, for messages; heartbeats have a socket of their own
+    (`Heartbeat`). Not thread-safe, except that one thread may make it and another use it."""
 
     def __init__(self, address: Address, on_lost: Callable[[], None] | None = None) -> None:
         """Connect to the frontend at `address`; does not wait. `on_lost` is called, on a thread of
@@ -61,18 +61,20 @@ class EngineChannel:
         self._poller: zmq.Poller | None = None
 
     def send(self, reply: EngineReply) -> None:
-        """Queue a reply; does not wait."""
+        """Queue a reply; does not wait, also if the frontend is not there yet. The queue has no
+        limit."""
         self._socket.send(self._encoder.encode(reply), copy=True)
 
     def watch(self, descriptor: int) -> None:
-        """Let `receive` also return when this file descriptor can be read."""
+        """Let `receive` also return when this file descriptor can be read; one descriptor at most,
+        a later one replaces it."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(descriptor, zmq.POLLIN)
 
     def receive(self, timeout_ms: int) -> list[EngineRequest]:
-        """Return the requests that have arrived; waits up to `timeout_ms` milliseconds for the
-        first, or for the watched descriptor."""
+        """Return the requests that have arrived, in order; waits up to `timeout_ms` milliseconds
+        for the first, or for the watched descriptor. Empty if there are none."""
         found = self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms)
         if not found:
             return []
@@ -94,11 +96,13 @@ class EngineChannel:
 
 
 class FrontendChannel:
-    """The frontend's end of one engine's channel, used on the running event loop."""
+    """The frontend's end of one engine's channel, used on the running event loop. `endpoint` and
+    `beats`: the addresses that it has bound, for messages and for heartbeats."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
         """`endpoint`: the ZeroMQ address to bind (TCP port 0 takes a free one); `keys`: the
-        frontend's public and secret CURVE key (None: no encryption). Raises ConfigError."""
+        frontend's public and secret CURVE key (None: no encryption). Raises ConfigError if it
+        cannot be bound."""
         try:
             self._socket = _bound(context, zmq.PAIR, endpoint, keys)
             try:
@@ -125,13 +129,13 @@ class FrontendChannel:
         self._socket.send(self._encoder.encode(request))
 
     async def receive(self) -> EngineReply:
-        """Return the next reply; waits for it. Other tasks on the loop run first, also if replies
-        are waiting."""
+        """Return the engine's next reply; waits for it, without a time limit. Other tasks on the
+        loop run first, also if replies are waiting."""
         await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 
     async def beat(self) -> Beat:
-        """Return the engine's next heartbeat; waits for it."""
+        """Return the engine's next heartbeat; waits for it, without a time limit."""
         return msgspec.msgpack.decode(await self._beats.recv(), type=Beat)
 
     def close(self) -> None:
@@ -141,8 +145,8 @@ class FrontendChannel:
 
 
 def use_keys(socket: zmq.Socket[Any], address: Address) -> None:
-    """Turn encryption on for an engine's socket if its address has keys. Call it before
-    connecting."""
+    """Turn CURVE encryption on for an engine's socket if its address has keys; else change nothing.
+    Call it before connecting."""
     if address.secret:
         socket.curve_serverkey = address.frontend.encode()
         socket.curve_publickey = address.public.encode()
@@ -172,9 +176,9 @@ def _bound(
 
 
 def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callable[[], None]) -> None:
-    """Call `on_lost` for each break of the connection, until `closing` is set. It polls: the event
-    that ends a monitor may be lost, and a context does not end before all its sockets are closed.
-    """
+    """Call `on_lost` for each break of the connection that `monitor` reports, until `closing` is
+    set; runs on a thread of its own. It polls: the event that ends a monitor may be lost, and a
+    context does not end before all its sockets are closed."""
     while not closing.is_set():
         if monitor.poll(WATCH_MS):
             recv_monitor_message(monitor)
@@ -191,7 +195,8 @@ def _unbounded(socket: zmq.Socket) -> None:
 
 def open_channel(context: zmq.asyncio.Context, endpoint: str) -> tuple[FrontendChannel, Address]:
     """Return the frontend's end of a new channel, and the address for the engine. `endpoint`:
-    `ipc://PATH`, or `tcp://HOST:0`, for which new keys are made. Raises ConfigError."""
+    `ipc://PATH`, or `tcp://HOST:0`, for which new keys are made; the address has them. Raises
+    ConfigError if it cannot be bound."""
     if endpoint.startswith("ipc:"):
         channel = FrontendChannel(context, endpoint)
         return channel, Address(channel.endpoint, channel.beats)

@@ -14,7 +14,7 @@ from sglcore.serving.replicas.ipc import ModelInfo
 
 def with_whole_path(config: EngineConfig) -> EngineConfig:
     """Return the configuration with an absolute model path: an engine may be started in another
-    folder."""
+    folder. Unchanged without a model, and for the name of a model on the hub."""
     if config.model is None or is_hub_name(config.model):
         return config
     return replace(config, model=str(Path(config.model).expanduser().absolute()))

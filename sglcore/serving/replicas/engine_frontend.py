@@ -66,8 +66,11 @@ class Frontend:
         launcher: Launcher | None = None,
         answer_checks: AnswerChecks | None = None,
     ) -> None:
-        """Open the tokenizer and the chat template. `chosen`: the device of each replica, encoded
-        (empty: each engine chooses). Needs a running event loop. Raises ConfigError."""
+        """Open the tokenizer and the chat template; nothing is launched before `start`. `chosen`:
+        the device of each replica, encoded (empty: each engine chooses); `launcher` None: as the
+        server's configuration says; `answer_checks` None: new ones, which `stop` closes. Needs a
+        running event loop. Raises ConfigError for a checkpoint, tokenizer, template or launcher
+        that cannot be used."""
         from sglcore import __version__
 
         self.engine_config = config
@@ -91,11 +94,12 @@ class Frontend:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Facts about the engine; None until an engine is ready."""
+        """Facts about an engine that became ready; None until the first one is. They are kept while
+        it restarts."""
         return self.supervisor.info
 
     async def start(self) -> None:
-        """Launch the engines; does not wait until they are ready."""
+        """Launch the engines; does not wait until they are ready, which `health` tells."""
         await self.supervisor.start()
 
     async def stop(self) -> None:
@@ -104,8 +108,8 @@ class Frontend:
         self.answer_checks.close()
 
     def when_draining(self, told: Callable[[], object]) -> None:
-        """Register `told`, which is called when the server drains, to end work that no client waits
-        for, such as batches."""
+        """Register `told`, which is called once on the event loop when the server begins to drain,
+        to end work that no client waits for, such as batches."""
         self._on_drain.append(told)
 
     async def drain(self) -> None:
@@ -120,15 +124,16 @@ class Frontend:
             await asyncio.sleep(0.02)
 
     def give_up(self) -> None:
-        """Fail the requests in progress, so that their clients get an answer, because the drain
-        took too long."""
+        """Fail the requests in progress with ShuttingDown, so that their clients get an answer,
+        because the drain took too long. Does not wait."""
         seconds = f"{self.config.drain_timeout:g} s (drain_timeout)"
         self.supervisor.give_up(ShuttingDown(f"the server was told to stop, and this request did not end in {seconds}"))
 
     async def pause(self, mode: PauseMode) -> None:
         """Make new requests wait, and wait until nothing runs. Running requests are ended
-        ("abort"), completed first ("wait"), or keep their place between two steps ("keep"). Raises
-        NotReady, and NotAnswering if an engine does not answer in time."""
+        ("abort"), completed first ("wait", without a time limit; `resume` ends the waiting), or
+        keep their place between two steps ("keep"). Raises NotReady, and NotAnswering if an engine
+        does not answer in time."""
         self._check_ready()
         self._may_start.clear()
         if mode == "abort":
@@ -150,8 +155,8 @@ class Frontend:
         return not self._may_start.is_set()
 
     def abort(self, ids: Collection[str] | None) -> int:
-        """End the requests with these ids, of answers or of headers x-request-id (None: all);
-        returns the number of prompts that were ended."""
+        """End the requests with these ids, of answers or of headers x-request-id (None: all;
+        unknown ones are ignored); returns the number of prompts that were ended. Does not wait."""
         found = [each for each in self.supervisor.generations if ids is None or names_of(each) & set(ids)]
         for generation in found:
             generation.abort()
@@ -159,7 +164,8 @@ class Frontend:
 
     async def flush_prefix_cache(self) -> int:
         """Drop cached prefixes that no request uses, in all engines, and return their number of
-        pages. Waits. Raises NotReady, and NotAnswering if an engine does not answer in time."""
+        pages. Waits. Raises NotReady, NotAnswering if an engine does not answer in time, and
+        EngineDied."""
         self._check_ready()
         return await self.supervisor.flush()
 
@@ -173,11 +179,12 @@ class Frontend:
         request_id: str | None = None,
         answer_id: str = "",
     ) -> Generation:
-        """Start to generate for one prompt, and return the generation. `special` adds the tokens
-        that the checkpoint puts around text; `progress`: report the progress of the prompt;
-        `answer_id`: the id of the answer that the prompt belongs to, with other prompts. Waits
-        while the server is paused. Raises RequestError, TextError, NotReady, Overloaded, and
-        InvalidRequest for a `request_id` that is in use; then nothing was started."""
+        """Start to generate for one prompt, and return the generation, without waiting for tokens.
+        `special` adds the tokens that the checkpoint puts around text; `progress`: report the
+        progress of the prompt; `request_id`: None for a new one; `answer_id`: the id of the answer
+        that the prompt belongs to, with other prompts. Waits for the tokenizer, and while the
+        server is paused. Raises RequestError, TextError, NotReady, Overloaded, and InvalidRequest
+        for a `request_id` that is in use; then nothing was started."""
         clock = self.metrics.clock()
         info = self._known_info()
         self._refuse_overload(info, params.n)
@@ -202,8 +209,9 @@ class Frontend:
         return generation
 
     async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
-        """Return the embedding or scores of texts, given as token ids and segment ids, in order;
-        waits for all. Raises as `generate` and as `Supervisor.embed`."""
+        """Return the embedding or scores of texts, each given as a pair of token ids and segment
+        ids (None: all 0), in order; waits for all. Raises RequestError, NotReady, Overloaded, and
+        as `Supervisor.embed`, if one fails."""
         info = self._known_info()
         self._refuse_overload(info, len(texts))
         for ids, _ in texts:
@@ -221,21 +229,24 @@ class Frontend:
         ]
 
     async def tokenize(self, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids of a prompt; text of more than LONG_TEXT characters is tokenised in
-        a thread. Raises TextError, and ContextError for such a text that surely has more than
-        `most` tokens."""
+        """Return the token ids of a prompt; waits. Text of more than LONG_TEXT characters is
+        tokenised in a thread; token ids are returned as they are. `special`: add the tokens that
+        the checkpoint puts around text. Raises TextError, and ContextError for such a long text
+        that surely has more than `most` tokens (None: no limit)."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special, most=most)
         return read_prompt(self.codec, prompt, special=special)
 
     def longest_prompt(self, info: ModelInfo, *, embeds: bool = False) -> int:
-        """Return the maximum number of prompt tokens: the model's limit, or the server's if it is
-        lower. `embeds`: for embedding or scoring."""
+        """Return the maximum number of prompt tokens: the model's limit, or the server's
+        `max_prompt_tokens` if it is lower. `embeds`: for embedding or scoring, which takes one step
+        and no place for an output token."""
         longest = longest_prompt(Limits(**info.limits), embeds=embeds)
         return min(longest, self.config.max_prompt_tokens or longest)
 
     def stats(self) -> EngineStats:
-        """Return the newest known counters of all engines together; does not wait."""
+        """Return the newest known counters of all engines together, those that have ended included;
+        does not wait."""
         return self.supervisor.stats()
 
     async def audit(self) -> list[str]:
@@ -248,7 +259,7 @@ class Frontend:
 
     def _known_info(self) -> ModelInfo:
         """Return the facts about the running engine, or about the last one while it is restarted.
-        Raises NotReady."""
+        Raises NotReady if no requests are accepted."""
         if self.info is None or not self.health.takes_requests:
             raise self.health.refusal()
         return self.info
@@ -284,7 +295,8 @@ class Frontend:
 
     @contextmanager
     def _counted(self, samples: int) -> Iterator[None]:
-        """Count samples as in progress inside the context, although no engine has them yet."""
+        """Count `samples` samples as in progress inside the context, although no engine has them
+        yet: a drain waits for them, and they count for overload."""
         self._open += samples
         try:
             yield
@@ -292,8 +304,8 @@ class Frontend:
             self._open -= samples
 
     def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
-        """Raise RequestError for a request that the engine would refuse, so that the caller gets
-        the error at once."""
+        """Raise RequestError (ContextError if it is too long) for a request that the engine would
+        refuse, so that the caller gets the error at once. `task`: "generate" or "embed"."""
         most = self.config.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise ContextError(
@@ -318,13 +330,13 @@ class Frontend:
 
 def names_of(generation: Generation) -> set[str]:
     """Return the ids by which a client knows a prompt: its own, that of its answer, which may have
-    several prompts, and that of its HTTP request."""
+    several prompts, and that of its HTTP request; those that it has."""
     return {generation.request_id, generation.caller, generation.answer_id} - {""}
 
 
 def chat_template(server: ServerConfig) -> str | None:
-    """Return the text of the file that replaces the checkpoint's chat template; None: there is
-    none. Raises ConfigError."""
+    """Return the text of the file that replaces the checkpoint's chat template; None: no file is
+    configured. Raises ConfigError if it cannot be read as UTF-8."""
     if server.chat_template is None:
         return None
     try:

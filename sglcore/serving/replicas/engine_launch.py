@@ -36,7 +36,7 @@ class EngineProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process at once, without waiting for its end. Idempotent."""
+        """End the process at once, without waiting for its end. Idempotent, also after its end."""
         ...
 
 
@@ -56,7 +56,7 @@ class Launcher(Protocol):
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> EngineProcess:
         """Start an engine process with `spec`, and with `variables` in addition to its environment;
-        does not wait for its model."""
+        does not wait for its model. The process connects to `spec.address` itself."""
         ...
 
     async def close(self) -> None:
@@ -84,11 +84,12 @@ class LocalProcess:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Return the exit code; waits until the process has ended."""
+        """Return the exit code (negative: the signal that ended it); waits until the process has
+        ended."""
         return await self._process.wait()
 
     def kill(self) -> None:
-        """End the process at once. Idempotent."""
+        """End the process at once, without waiting for its end. Idempotent."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -104,7 +105,8 @@ class LocalLauncher:
         return ""
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> LocalProcess:
-        """Start a child with `spec` on its standard input; does not wait for its model."""
+        """Start a child with `spec` on its standard input, which stays open; does not wait for its
+        model. `variables` are added to this process's environment."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

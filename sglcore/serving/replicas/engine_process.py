@@ -50,8 +50,10 @@ REPLY_EVERY = 0.1
 
 
 def main() -> int:
-    """Run the engine until the frontend orders a shutdown, and return the exit code: 0, that of the
-    error that ended it, or 1."""
+    """Run the engine that standard input describes until the frontend orders a shutdown, and return
+    the exit code: 0, that of the error that ended it, or 1. SIGINT and SIGTERM are ignored: the
+    frontend gets them. After WorkerLost, or a lost connection, the process ends here without
+    returning."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the frontend gets it, drains and ends this process
     with open(0, "rb", closefd=False) as given:
@@ -81,8 +83,8 @@ def main() -> int:
 
 def start_service(spec: EngineSpec, channel: EngineChannel, on_round: Callable[[], object] = int) -> EngineService:
     """Start the model, generate a token by the path that will serve, and report to the frontend
-    that the engine is ready. Returns the service, whose `run` is next. `on_round`: as for
-    `EngineService`."""
+    that the engine is ready. Returns the service; call its `run` next. `on_round` is called in each
+    round of its loop. Raises SglcoreError for a start that fails."""
     config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
@@ -123,8 +125,8 @@ def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -
 
 
 class PhaseReplies:
-    """A progress callback that sends the progress of a start as replies: the first and the last
-    state of each phase, and others at intervals."""
+    """A progress callback that sends the progress of a start as replies (`Phase`): the first and
+    the last state of each phase, and others at intervals of REPLY_EVERY seconds."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
@@ -132,7 +134,8 @@ class PhaseReplies:
         self._next = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Report that `done` of `total` units of a phase are complete."""
+        """Report that `done` of `total` units of a phase are complete; states between two intervals
+        are dropped. Does not wait."""
         now = time.monotonic()
         if phase == self._phase and done != total and now < self._next:
             return
@@ -141,8 +144,8 @@ class PhaseReplies:
 
 
 def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:
-    """Return the facts about the started engine, for the frontend. `seconds`: the time of each step
-    of the start, by name."""
+    """Return the facts about the started engine, for the frontend. `seconds`: the duration of each
+    step of the start, by name."""
     chosen, ledger = started.choice.chosen, started.ledger.as_json()
     return ModelInfo(
         device=str(chosen),
@@ -161,9 +164,9 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
 
 def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
     """Return `fp_` and 12 hexadecimal digits for everything that may change a result: version,
-    `device` (kind and package), the files in `folder`, and the decisions in the ledger's rows. The
-    device's index, the amount of memory, and a draft model that makes no draft tokens do not count.
-    """
+    `device` (kind and package), the files in `folder` (or the one file that it is) by samples of
+    their content, and the decisions in the ledger's rows. The device's index, the amount of memory,
+    and a draft model that makes no draft tokens do not count."""
     from sglcore import __version__
 
     listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]

@@ -57,9 +57,10 @@ class EngineService:
         check: Callable[[], None] = lambda: None,
         on_round: Callable[[], object] = int,
     ) -> None:
-        """`meter`: the engine's worker. `check` raises WorkerLost if the worker can run no further
-        step; it does not wait. `on_round` is called in each round of the loop: at least twice a
-        second, except during longer steps."""
+        """`meter`: the engine's worker, which counts its steps. `check` raises WorkerLost if the
+        worker can run no further step; it does not wait, and is called while there is no step to
+        run. `on_round` is called in each round of the loop: at least twice a second, except during
+        longer steps."""
         self.engine = engine
         self._check, self._on_round = check, on_round
         self._meter = meter
@@ -75,9 +76,9 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the frontend orders a shutdown (returns 0), or until the device fails
-        repeatedly (returns 1). Raises WorkerLost if this process must end and another one be
-        started."""
+        """Serve until the frontend orders a shutdown (returns 0), or until MOST_FAILURES steps in a
+        row have failed (returns 1, and the frontend gets `Failed`). Raises WorkerLost if this
+        process must end and another one be started."""
         self._device_before, self._drafts_before = self._meter.device_seconds, self.engine.scheduler.drafts.copy()
         while not self._shutting_down:
             self._on_round()
@@ -137,8 +138,9 @@ class EngineService:
             self._send(self.engine.abort(request.request_id))
 
     def _pause(self, request: Pause) -> None:
-        """Pause or continue. Before a pause is confirmed, steps in flight are collected, so that
-        nothing changes after the frontend gets the reply."""
+        """Pause or continue, and confirm it with `Done`. Before a pause is confirmed, steps in
+        flight are collected and their outputs sent, so that nothing changes after the frontend gets
+        the reply."""
         self._is_paused = request.is_paused
         if self._is_paused:
             try:
@@ -182,8 +184,9 @@ class EngineService:
         self._host_steps += 1
 
     def _after_failure(self, error: Exception) -> list[EngineOutput]:
-        """Count a failed step and return the outputs of the requests that it ended; other requests
-        continue."""
+        """Count a failed step, collect the steps in flight, and return their outputs, among them
+        the ends of requests that failed; other requests continue. If nothing can be collected,
+        returns nothing and makes `run` give up. `error`: why the step failed, for the log."""
         self._failures += 1
         self._failed_steps += 1
         try:
@@ -225,7 +228,7 @@ class EngineService:
             self._channel.send(self.stats())
 
     def stats(self) -> EngineStats:
-        """Return the current counters."""
+        """Return a new record of the current counters and the present load; does not wait."""
         swaps = self._meter.swaps
         return EngineStats(
             **structs.asdict(self.engine.scheduler.stats()),

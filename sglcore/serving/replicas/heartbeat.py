@@ -23,18 +23,20 @@ dropped."""
 
 
 class Heartbeat:
-    """The engine's end. A thread sends heartbeats as long as the process runs, whatever the loop
-    does."""
+    """The engine's end: it sends heartbeats to the frontend. A thread sends them as long as the
+    process runs, whatever the loop does."""
 
     def __init__(self, address: Address, seconds: float = BEAT_SECONDS) -> None:
-        """Start to send heartbeats to `address.beats`. `seconds`: between two heartbeats."""
+        """Start a thread that sends heartbeats to `address.beats`; does not wait for a connection.
+        `seconds`: between two heartbeats."""
         self._address, self._seconds, self._rounds = address, seconds, 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def count(self) -> None:
-        """Count a round of the engine's loop; does not wait."""
+        """Count a round of the engine's loop, for the next heartbeat; does not wait. Called by the
+        loop's thread."""
         self._rounds += 1
 
     def close(self) -> None:
@@ -68,7 +70,7 @@ class Pulse:
         self._has_begun = False
 
     def hear(self) -> None:
-        """Note that a message of the engine arrived."""
+        """Note that a message of the engine, or a heartbeat, arrived: it is not silent."""
         self.silence = 0
 
     def beat(self, rounds: int) -> None:
@@ -85,12 +87,14 @@ class Pulse:
             self.standstill += self.silence < QUIET_TICKS
 
     def begin_rounds(self) -> None:
-        """Count checks without a new round from now on, because the engine's loop has begun."""
+        """Count checks without a new round from now on, because the engine's loop begins now: those
+        during its start are forgotten."""
         self.standstill = 0
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing arrived from the engine in the last QUIET_TICKS checks."""
+        """Whether nothing arrived from the engine in the last QUIET_TICKS checks; false before its
+        first heartbeat."""
         return self.silence >= QUIET_TICKS
 
     @property

@@ -34,7 +34,8 @@ class Address(msgspec.Struct, frozen=True):
 
 class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
     """To an engine: generate for a prompt. `prompt`: token ids, int32 in little-endian bytes;
-    `params`: as `pack_params` returns them; `progress`: also report the progress of the prompt."""
+    `params`: as `pack_params` returns them; `seed`: of its samples; `progress`: also report the
+    progress of the prompt. `EngineOutputs` or `Refused` answer it."""
 
     request_id: str
     prompt: bytes
@@ -44,7 +45,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """To an engine: end every sample of a request."""
+    """To an engine: end every sample of a request, also of an `Embed`. An id that is not in
+    progress is ignored."""
 
     request_id: str
 
@@ -60,7 +62,7 @@ class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
     """To an engine: embed or score one prompt: token ids and segment ids (empty: all 0), int32 in
-    little-endian bytes. `Embedded` answers it."""
+    little-endian bytes. `Embedded`, or `Refused`, answers it."""
 
     request_id: str
     prompt: bytes
@@ -95,7 +97,8 @@ EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown | Paus
 
 
 class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """From an engine: the progress of its start: `done` of `total` units of the phase `name`."""
+    """From an engine: the progress of its start: `done` of `total` units of the phase `name`;
+    phases follow one another."""
 
     name: str
     done: int
@@ -103,7 +106,9 @@ class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
-    """Facts about a started engine, for the frontend; `Ready` brings them."""
+    """Facts about a started engine, for the frontend: device, limits, start-up decisions, seconds
+    of each step of the start, and the fingerprint of everything that may change a result. `Ready`
+    brings them; they do not change."""
 
     device: str
     """The chosen device, as text."""
@@ -144,14 +149,15 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):
-    """From an engine that has generated a token by the path that serves: requests are accepted from
-    now on."""
+    """From an engine that has generated a token (or an embedding) by the path that serves: requests
+    are accepted from now on. Sent once."""
 
     info: ModelInfo
 
 
 class Beat(msgspec.Struct, gc=False):
-    """A heartbeat of an engine, on a socket of its own. `rounds`: number of rounds of its loop."""
+    """A heartbeat of an engine, on a socket of its own. `rounds`: number of rounds of its loop so
+    far."""
 
     rounds: int
 
@@ -164,8 +170,8 @@ class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """From an engine: it refuses a request because of an error of the caller; `error` is the
-    message that the client gets."""
+    """From an engine: it refuses a GenerateRequest or an Embed because of an error of the caller,
+    before running it; `error` is the message that the client gets."""
 
     request_id: str
     error: str
@@ -181,8 +187,8 @@ class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
-    """From an engine: its counters since its start, and its present load: those of its scheduler,
-    and its own."""
+    """From an engine, several times a second between steps: its counters since its start, and its
+    present load: those of its scheduler, and its own. Each replaces the one before."""
 
     compiling: int = 0
     """Requests that wait for the compilation of their grammar now."""
@@ -226,7 +232,7 @@ class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
     """From an engine: the answer to a Pause, a Flush or an Audit. `pages`: number of pages that a
-    Flush dropped; `problems`: what an Audit found."""
+    Flush dropped (else 0); `problems`: what an Audit found (empty: nothing)."""
 
     request_id: str
     pages: int = 0
@@ -249,5 +255,5 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> np.ndarray:
-    """Return the token ids that `pack_ids` packed, int32; read-only."""
+    """Return the token ids that `pack_ids` packed, int32 [N]: a read-only view of `packed`."""
     return np.frombuffer(packed, dtype="<i4")

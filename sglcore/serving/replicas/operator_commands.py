@@ -19,13 +19,15 @@ Value = TypeVar("Value")
 
 
 async def audit_all(replicas: Iterable[Replica]) -> list[str]:
-    """Return what the audits of the engines found, and the replicas that did not answer; waits."""
+    """Return what the audits of the engines found, and the replicas that did not answer, each as
+    "replica N: ..."; empty if nothing was found. Waits, at most 20 seconds."""
     return [each for found in await asyncio.gather(*map(_audit, replicas)) for each in found]
 
 
 async def flush_all(replicas: Iterable[Replica]) -> int:
     """Drop cached prefixes that no request uses, in all engines, and return the number of their
-    pages; waits. Raises NotAnswering, after the other replicas have answered."""
+    pages; waits. Raises the first NotAnswering or EngineDied, after the other replicas have
+    answered."""
     found = await _all(replica.order(Flush(_name("flush"))) for replica in replicas)
     return sum(done.pages for done in found)
 
@@ -37,14 +39,15 @@ async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
 
 
 async def pause(replica: Replica, is_paused: bool) -> None:
-    """Pause one engine, or let it continue; waits. A replica that dies meanwhile counts as paused.
-    Raises NotAnswering."""
+    """Pause one engine, or let it continue (`is_paused` false); waits. A replica that dies
+    meanwhile counts as paused. Raises NotAnswering."""
     with suppress(EngineDied):
         await replica.order(Pause(_name("pause"), is_paused))
 
 
 async def _audit(replica: Replica) -> list[str]:
-    """Return what the audit of one engine found; a missing answer counts as a finding."""
+    """Return what the audit of one engine found, each with the replica's number before it; a
+    missing answer counts as a finding. Waits."""
     try:
         done = await replica.order(Audit(_name("audit")))
     except (EngineDied, NotAnswering) as error:
@@ -53,7 +56,8 @@ async def _audit(replica: Replica) -> list[str]:
 
 
 async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
-    """Wait for all and return their results, or raise the first error after all have ended."""
+    """Wait for all and return their results in order, or raise the first error, in that order,
+    after all have ended."""
     found = await asyncio.gather(*orders, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):

@@ -23,7 +23,8 @@ from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, U
 
 class Generation:
     """The generation for one prompt: an async iterator of TextDelta and PromptProgress for one
-    consumer, and an async context manager; leaving the context ends all running samples.
+    consumer, and an async context manager; leaving the context ends all running samples. Unread
+    deltas of a sample are joined. `output`: the whole output so far.
 
     Iterating raises the error that ended it from outside (EngineDied, or a refusal by the engine).
     """
@@ -61,13 +62,14 @@ class Generation:
     def bind(
         self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None], fingerprint: str = ""
     ) -> None:
-        """Set the engine that runs this generation. `send` sends requests to that engine;
-        `on_close` is called with the generation when it has ended; `fingerprint`: that of the
-        engine."""
+        """Set the engine that runs this generation from now on. `send` sends requests to that
+        engine, without waiting; `on_close` is called once with the generation when it has ended;
+        `fingerprint`: that of the engine."""
         self._send, self._on_close, self.fingerprint = send, on_close, fingerprint
 
     def when_closed(self, told: Callable[[], None]) -> None:
-        """Register `told`, which is called when the generation has ended for any reason."""
+        """Register `told`, which is called once, on the event loop, when the generation has ended
+        for any reason. One that has ended already calls nothing."""
         self._told.append(told)
 
     @property
@@ -81,9 +83,10 @@ class Generation:
         return self._failure is not None or self.output.finished
 
     def deliver(self, output: EngineOutput) -> None:
-        """Add an output of the engine to `output`, and wake the reader. A stop text or pattern is
-        reported to the engine (`Stop`). Refusals end the generation with their error. Never raises.
-        """
+        """Add an output of the engine to `output`, and wake the reader; outputs after the end are
+        ignored. A stop text or pattern is reported to the engine (`Stop`). Refusals end the
+        generation with their error; an output that cannot be decoded to text ends its sample with
+        "error". Raises neither."""
         if self.is_closed:
             return
         if output.is_progress:
@@ -151,13 +154,13 @@ class Generation:
         self._woken.set()
 
     async def ended(self) -> None:
-        """Wait until every sample has ended. Nothing is read, so that the request can be restarted
-        as long as it runs."""
+        """Wait until every sample has ended, or an error has ended all, which is not raised here.
+        Nothing is read, so that the request can be restarted as long as it runs."""
         await self._closed.wait()
 
     async def wait(self) -> RequestOutput:
         """Return the whole output; waits until every sample has ended. Raises the errors of
-        iterating."""
+        iterating; a sample that failed by itself has its `finish_reason` "error"."""
         await self.ended()
         async for _ in self:
             pass
@@ -227,8 +230,8 @@ def _tells(delta: TextDelta) -> bool:
 
 
 def joined(parts: Sequence[TextDelta]) -> TextDelta:
-    """Return one delta with the text and tokens of consecutive deltas of one sample, at least one,
-    and the finish reason of the last."""
+    """Return one delta with the text, tokens and log-probabilities of consecutive deltas of one
+    sample, at least one, and the finish reason of the last."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]

@@ -33,7 +33,8 @@ log = logging.getLogger("sglcore.serving")
 
 class RayProcess:
     """The `EngineProcess` in a Ray actor, which may still wait for its place in the cluster.
-    `wanted`: the resources that it needs."""
+    `wanted`: the resources that it needs, for the log; `host` and `pid`: "" and 0 before it has a
+    place."""
 
     def __init__(self, actor: Any, replica: int, wanted: Mapping[str, float]) -> None:
         self._actor, self._replica, self._wanted = actor, replica, dict(wanted)
@@ -44,12 +45,13 @@ class RayProcess:
 
     @property
     def name(self) -> str:
-        """Its name for messages: its process id and machine, once it has a place."""
+        """Its name for messages: its process id and machine, once it has a place; before, that it
+        has none."""
         return f"process {self.pid} on {self.host}" if self.host else f"of replica {self._replica} without a place"
 
     async def wait(self) -> int:
-        """Return the exit code; waits until the process, its actor or its machine has ended. Frees
-        its place in the cluster."""
+        """Return the exit code (LOST if the cause is unknown); waits until the process, its actor
+        or its machine has ended, or `kill` was called. Frees its place in the cluster."""
         ended = asyncio.ensure_future(self._follow())
         killed = asyncio.ensure_future(self._killed.wait())
         await asyncio.wait((ended, killed), return_when=asyncio.FIRST_COMPLETED)
@@ -60,7 +62,7 @@ class RayProcess:
         return code
 
     def kill(self) -> None:
-        """Kill the actor, and with it the process, at once. Idempotent."""
+        """Kill the actor, and with it the process, without waiting for its end. Idempotent."""
         if not self._killed.is_set():
             ray = ray_module()
 
@@ -120,8 +122,9 @@ class RayLauncher:
         return ray.util.get_node_ip_address()
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> RayProcess:
-        """Request an actor that starts the engine; waits for the cluster, but neither for a place
-        in it nor for the model."""
+        """Request an actor that starts the engine with `spec` and, in addition to its environment,
+        `variables`; waits for the connection to the cluster, but neither for a place in it nor for
+        the model. Raises ConfigError if the cluster cannot be joined."""
         ray = ray_module()
 
         await self._connect()
@@ -139,7 +142,7 @@ class RayLauncher:
         return RayProcess(host.remote(ENGINE, line, dict(variables)), spec.replica, self._resources)
 
     async def close(self) -> None:
-        """Leave the cluster, and end it if this launcher started it."""
+        """Leave the cluster, and end it if this launcher started it. Waits. Idempotent."""
         ray = ray_module()
 
         if self._is_connected and self._is_ours:
@@ -155,5 +158,6 @@ class RayLauncher:
 
 
 async def _result(reference: Any) -> Any:
-    """Return the result of an actor's call, given its reference; waits."""
+    """Return the result of an actor's call, given its reference; waits. Raises what the call
+    raised, or an error of Ray."""
     return await reference

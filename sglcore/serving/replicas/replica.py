@@ -61,7 +61,8 @@ log = logging.getLogger("sglcore.serving")
 
 
 class Owner(Protocol):
-    """The owner of replicas, which is told of their events: the `Supervisor`."""
+    """The owner of replicas, which is told of their events, on the event loop: the `Supervisor`.
+    Its methods do not wait."""
 
     @property
     def health(self) -> Health:
@@ -73,23 +74,25 @@ class Owner(Protocol):
         ...
 
     def on_ready(self, replica: Replica) -> None:
-        """Handle that the replica accepts requests for the first time."""
+        """Handle that the replica accepts requests for the first time; its `info` is set."""
         ...
 
     def on_change(self, replica: Replica, before: State) -> None:
-        """Handle that the state of a started replica has changed from `before`: it accepts no
-        requests for now, or accepts them again."""
+        """Handle that the state of a started replica has changed from `before` to `replica.state`:
+        it accepts no requests for now ("silent", "unable"), or accepts them again ("ready")."""
         ...
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
         """Handle that the process of a replica ended without an order. Its requests are still in
-        `generations`."""
+        `generations`; calls that wait for an embedding or an order fail after this. `reason`: a
+        text for errors."""
         ...
 
 
 class Replica:
     """One engine process as the frontend sees it: its channel, its state, and the requests that it
-    has. It is used on the event loop only."""
+    has (`generations`, by id). `stats`: its newest counters; `info`: None until it has been ready.
+    It is used on the event loop only."""
 
     def __init__(self, number: int, channel: FrontendChannel, process: EngineProcess, owner: Owner) -> None:
         """Start to listen to a process that was launched; `owner` is told of its events. Needs a
@@ -117,12 +120,12 @@ class Replica:
     @property
     def load(self) -> int:
         """Number of samples of requests that have not ended (all samples of a request count until
-        its last one ends), and of prompts to embed and orders without an answer."""
+        its last one ends), plus the prompts to embed and orders that wait for an answer."""
         return self._samples + len(self._answers)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page. Only once it has been ready."""
+        """Tokens of a page of its KV cache. Only once it has been ready."""
         assert self.info is not None
         return self.info.limits["page_size"]
 
@@ -134,7 +137,7 @@ class Replica:
 
     @property
     def lived(self) -> float | None:
-        """Seconds since it became ready; None: it never was."""
+        """Seconds since it became ready, also after its end; None: it never was ready."""
         return None if self._ready_at is None else time.monotonic() - self._ready_at
 
     @property
@@ -164,7 +167,8 @@ class Replica:
             self._settle_state()
 
     def run(self, generation: Generation) -> None:
-        """Send a request to the engine, which then owns it until it ends; does not wait."""
+        """Send a request to the engine, and keep it in `generations` until it ends; does not wait.
+        The replica must be ready, which is not checked."""
         self.generations[generation.request_id] = generation
         self._samples += len(generation.output.outputs)
         generation.tries += 1
@@ -172,9 +176,9 @@ class Replica:
         self._channel.send(generation.request)
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """Return the embedding or the scores of a prompt, float32 as bytes; waits. `segments`:
-        segment ids (None: all 0). Raises InvalidRequest if the engine refuses it, Unanswered if it
-        fails, and EngineDied."""
+        """Return the embedding or the scores of a prompt, float32 as little-endian bytes; waits. If
+        the caller is cancelled, the engine is told to abort. `segments`: segment ids (None: all 0).
+        Raises InvalidRequest if the engine refuses it, Unanswered if it fails, and EngineDied."""
         request = Embed(request_id, pack_ids(ids), pack_ids(segments or ()))
         answer = await self._answer(request)
         assert isinstance(answer, Embedded)
@@ -184,7 +188,8 @@ class Replica:
 
     async def order(self, order: Audit | Pause | Flush) -> Done:
         """Send an order and return its result; waits at most ORDER_SECONDS. Raises EngineDied, and
-        NotAnswering, at once if the replica is silent."""
+        NotAnswering if no answer came in time, or at once if the replica is silent. The engine may
+        still execute the order later."""
         who = f"replica {self.number}"
         if self.state == "silent":
             raise NotAnswering(who, f"it has given no sign of life for {self._pulse.silence * BEAT_SECONDS:g} s")
@@ -198,7 +203,8 @@ class Replica:
 
     async def shut_down(self, seconds: float) -> None:
         """Order the process to end, wait for its end, and kill it after `seconds`. A process that
-        is starting or silent is killed at once. Then closes."""
+        is starting or silent is killed at once. Then closes. The owner is not told of this end;
+        requests in progress get no error here."""
         if self.state in ("ready", "unable"):
             self.state = "draining"
             self._channel.send(Shutdown())
@@ -222,7 +228,8 @@ class Replica:
         self._channel.close()
 
     def give_up(self, error: Exception) -> None:
-        """Make calls fail that wait for an embedding or an order; does not wait."""
+        """Make calls that wait for an embedding or an order raise `error`; does not wait.
+        Generations are not touched."""
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(error)
@@ -233,8 +240,8 @@ class Replica:
         return taken
 
     def _end(self, why: str) -> None:
-        """Kill the process for the reason `why`; `on_death` follows when it has ended or does not
-        end in time."""
+        """Kill the process for the reason `why`, which continues "the engine NAME"; does not wait.
+        `on_death` follows when it has ended or does not end in time."""
         self._error = f"the engine {self.process.name} {why}"
         self._overdue.set()
         self.process.kill()
@@ -284,8 +291,8 @@ class Replica:
         self._settle_state()
 
     def _settle_state(self) -> None:
-        """Set the state of a replica in STARTED from its heartbeats and its reports, and tell the
-        owner of a change."""
+        """Set the state of a replica in STARTED to "silent", "unable" or "ready", from its
+        heartbeats and its reports, and tell the owner of a change."""
         if self.state not in STARTED or self._overdue.is_set():
             return
         before = self.state

@@ -14,10 +14,10 @@ INDEX = "{index}"
 
 
 def devices_of(choice: Choice, config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """Return the first device of each replica, as `ChosenDevice.encode` writes it. All replicas get
-    the same one if it is the processor, or if `replica_env` has a variable that differs between
-    replicas, because it may select the visible devices. Raises ConfigError if there are too few
-    devices."""
+    """Return the first device of each replica, as `ChosenDevice.encode` writes it; replica number N
+    gets `tp` devices from the chosen one plus N * `tp` on. All replicas get the same one if it is
+    the processor, or if `replica_env` has a variable that differs between replicas, because it may
+    select the visible devices. Raises ConfigError if there are too few devices."""
     first, count = choice.chosen.index, len(choice.report.devices)
     chooses_itself = any(INDEX in each for each in server.replica_env)
     if choice.package.is_host or chooses_itself or server.replicas == 1:

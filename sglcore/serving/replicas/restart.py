@@ -15,7 +15,7 @@ LONGEST_WAIT = 30.0
 
 class RestartPolicy:
     """Decides whether and when one replica is started again: `end` records how each of its
-    processes ended; `may_go_on` and `wait` have the decision."""
+    processes ended; `may_go_on` and `wait` have the decision. It starts nothing itself."""
 
     def __init__(self, longest_wait: float = LONGEST_WAIT) -> None:
         """`longest_wait`: maximum seconds before a restart."""
@@ -33,12 +33,15 @@ class RestartPolicy:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the replica should be started again."""
+        """Whether the replica should be started again: its last start did not fail with
+        CONFIG_ERROR, and fewer than MOST_FAILED_STARTS starts in a row failed."""
         return not self._is_hopeless and self._failed_starts < MOST_FAILED_STARTS
 
     @property
     def wait(self) -> float:
-        """Seconds to wait before the next start: 0 after a first short life, then 1, 2, 4 and so
-        on; a failed start counts as a short life, and waits already the first time."""
+        """Seconds to wait before the next start, at most `longest_wait`: 0 after a life of
+        SHORT_LIFE seconds or more, and after a first shorter one; after further short lives in a
+        row 1, 2, 4 and so on. A failed start counts as a short life, and waits already the first
+        time."""
         doublings = self._short_lives - (0 if self._failed_starts else 1)
         return min(2.0 ** (doublings - 1), self._longest_wait) if doublings > 0 else 0.0

@@ -52,11 +52,12 @@ Chosen = TypeVar("Chosen", bound=Target)
 
 
 class Router:
-    """Chooses among ready replicas, and remembers its choices. Not thread-safe."""
+    """Chooses among ready replicas, and remembers its choices: it knows only what it sent, not the
+    replicas' caches. Not thread-safe."""
 
     def __init__(self, *, ratio: float = LOAD_RATIO, slack: int = LOAD_SLACK, most_blocks: int = MOST_BLOCKS) -> None:
-        """`ratio` and `slack` (samples): as LOAD_RATIO and LOAD_SLACK; `most_blocks`: as
-        MOST_BLOCKS."""
+        """`ratio` and `slack` (samples): the bound on the load, as LOAD_RATIO and LOAD_SLACK;
+        `most_blocks`: maximum number of blocks remembered for one replica."""
         self._ratio, self._slack, self._most_blocks = ratio, slack, most_blocks
         self._sent: dict[int, dict[int, None]] = {}
         """The hashes of each replica's blocks, least recently sent first."""
@@ -87,29 +88,33 @@ class Router:
         return chosen
 
     def bound(self, loads: Sequence[int]) -> float:
-        """Return the load above which no replica is chosen, given the loads of all."""
+        """Return the load above which no replica is chosen: ratio times the smallest of `loads`,
+        plus slack. `loads`: of all ready replicas, at least one."""
         return self._ratio * min(loads) + self._slack
 
     def matched(self, target: Target, hashes: Sequence[int]) -> int:
-        """Return the number of leading blocks of a prompt that were sent to the replica before;
-        `hashes`: from `block_hashes`."""
+        """Return the number of leading blocks of a prompt that were sent to the replica before and
+        are still remembered; 0 if none. `hashes`: from `block_hashes`."""
         known = self._sent.get(target.number)
         if not known:
             return 0
         return next((count for count, block in enumerate(hashes) if block not in known), len(hashes))
 
     def remembered(self, number: int) -> int:
-        """Return the number of blocks that are remembered for replica `number`."""
+        """Return the number of blocks that are remembered for replica `number`; 0 for an unknown
+        one."""
         return len(self._sent.get(number, ()))
 
     def forget(self, number: int) -> None:
-        """Forget the blocks of replica `number`, which has ended: its cache is gone."""
+        """Forget the blocks of replica `number`, which has ended: its cache is gone. An unknown one
+        is ignored."""
         self._sent.pop(number, None)
         self._chosen_at.pop(number, None)
 
     def _remember(self, target: Target, hashes: Sequence[int]) -> None:
-        """Remember the blocks of a prompt for a replica. The end of a prompt is forgotten before
-        its beginning, in the order in which pages are evicted."""
+        """Remember the blocks of a prompt for a replica, which has at most one block for each page
+        of its cache. The end of a prompt is forgotten before its beginning, in the order in which
+        pages are evicted."""
         known = self._sent.setdefault(target.number, {})
         for block in reversed(hashes):
             known.pop(block, None)
@@ -120,7 +125,8 @@ class Router:
 
 def block_hashes(prompt: bytes, page_size: int) -> list[int]:
     """Return one hash for each whole page of a prompt (token ids as int32 bytes); it depends on all
-    tokens up to the end of the page.
+    tokens up to the end of the page. `page_size`: in tokens. Empty for a prompt that is shorter
+    than a page.
 
     The hashes differ between server processes, so a client cannot make prompts that collide. A
     collision would cost a cached prefix.

@@ -40,25 +40,26 @@ class Runs:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprints of the engines that run the prompts, joined by commas if replicas
-        differ; empty while none runs."""
+        """The fingerprints of the engines that run the prompts, each once, sorted and joined by
+        commas if replicas differ; empty while none runs."""
         return ",".join(sorted({each.fingerprint for each in self.generations if each.fingerprint}))
 
     @property
     def unenforced(self) -> Sequence[str]:
-        """Parts of the answer's schemas that are not enforced, with findings from the samples that
-        have been checked so far."""
+        """Parts of the answer's schemas that are not enforced, as texts, with findings from the
+        samples that have been checked so far; empty if all are enforced."""
         return () if self.check is None else self.check.names
 
     async def ended(self) -> None:
-        """Wait until every sample has ended. Nothing is read, so that prompts can be restarted: for
-        an answer that is sent as a whole."""
+        """Wait until every sample has ended; an error that ended one is not raised here. Nothing is
+        read, so that prompts can be restarted: for an answer that is sent as a whole."""
         for generation in self.generations:
             await generation.ended()
 
     async def wait(self) -> list[RequestOutput]:
         """Return all outputs, in the order of the prompts; waits for the last one and for its
-        check. Raises the error that ended one from outside."""
+        check. Raises the error that ended one from outside; a sample that failed by itself only has
+        a `finish_reason`."""
         with blame(self.form):
             outputs = [await generation.wait() for generation in self.generations]
         for sample in (sample for output in outputs for sample in output.outputs):
@@ -78,7 +79,8 @@ class Runs:
 
     async def _items(self) -> AsyncGenerator[tuple[int, Item], None]:
         """Yield new items of all prompts as they arrive, each after its prompt's index, without
-        checking ended samples against their schemas."""
+        checking ended samples against their schemas. Raises the error that ended a prompt from
+        outside, about the field `form` if the engine refused the form."""
         with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
@@ -88,7 +90,8 @@ class Runs:
                 yield found
 
     async def _look(self, sample: Completion) -> None:
-        """Check a sample that has ended, if there is something to check."""
+        """Check a sample that has ended against its schema, if there is something to check;
+        findings are appended to `sample.warnings`. Waits; raises nothing."""
         if self.check is not None:
             await self.check.look(sample, self.form, sample.text)
 
@@ -111,9 +114,11 @@ async def start_runs(
     form: str = "",
     parts: Sequence[Unenforced] | None = None,
 ) -> Runs:
-    """Start all prompts, or none: if one is refused, those before it are ended. `special`,
-    `progress`: as in `Frontend.generate`; `name`: the id of the answer (None: new ids); `field`:
-    the request's field with the prompts, for errors; `form`: as in `Runs`; `parts`: parts of the
+    """Start all prompts, or none: if one is refused, those before it are ended. Waits until engines
+    have them, not for tokens. `special` adds the tokens that the checkpoint puts around text;
+    `progress`: report the progress of prompts; `name`: the id of the answer, with "-0", "-1" and so
+    on for several prompts (None: new ids); `field`: the request's field with the prompts, for
+    errors; `form`: its field that constrains the answer (empty: none); `parts`: parts of the
     answer's schemas that are not enforced (None: those of the grammar in `params`). Raises
     InvalidRequest, and as `Frontend.generate`."""
     if parts is None:
@@ -137,14 +142,15 @@ async def start_runs(
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:
     """Raise Unanswered, with the first failure, if every sample failed; otherwise each failure is
-    in its own choice."""
+    in its own choice, and nothing is raised."""
     found = [failure_of(sample) for output in outputs for sample in output.outputs]
     if found and found[0] is not None and all(found):
         raise Unanswered(found[0])
 
 
 def failure_of(sample: Completion) -> Failure | None:
-    """Return the failure of a sample that has ended by "error" or "abort"; None if it has not."""
+    """Return what the client gets for a sample that has ended by "error" or "abort"; None for a
+    sample that runs or ended otherwise."""
     if sample.finish_reason not in ("error", "abort"):
         return None
     return failure(InvalidRequest(sample.error)) if sample.refused else ended_badly(sample.finish_reason, sample.error)

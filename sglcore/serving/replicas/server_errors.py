@@ -33,16 +33,17 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Overloaded(SglcoreError):
-    """The server accepts no requests for now (429)."""
+    """The server accepts no requests for now, because too many wait (429, with Retry-After)."""
 
     def __init__(self, found: str, *, retry_after: float, wanted: str = "") -> None:
-        """`retry_after`: seconds after which a retry makes sense."""
+        """`found`: what is too much; `wanted`: the limit (empty: not said); `retry_after`: seconds
+        after which a retry makes sense."""
         super().__init__(found, wanted=wanted, remedy="try again later")
         self.retry_after = retry_after
 
 
 class NotReady(SglcoreError):
-    """The model cannot answer yet, or not any more (503)."""
+    """The model cannot answer yet, or not any more (503). A subclass says that it never will."""
 
     def __init__(self, found: str, remedy: str = "try again when /readyz answers 200") -> None:
         """`found`: the server's state, as in /readyz."""
@@ -66,7 +67,8 @@ class EngineDied(SglcoreError):
 
 
 class NotAnswering(SglcoreError):
-    """An engine process did not answer an order in time (503)."""
+    """An engine process did not answer an operator's order in time (503); it may execute the order
+    later."""
 
     def __init__(self, who: str, why: str) -> None:
         """`who`: the replica; `why`: why no answer is expected."""
@@ -83,7 +85,8 @@ class Unserved(SglcoreError):
 
 
 class StorageError(SglcoreError):
-    """The server could not write data that it must keep (507 if the disk is full, else 500)."""
+    """The server could not write data that it must keep (507 if the disk is full, else 500).
+    `is_full`: whether the disk is full."""
 
     def __init__(self, found: str, *, is_full: bool) -> None:
         """`found`: what could not be written, and why; `is_full`: there was no space."""
@@ -92,14 +95,15 @@ class StorageError(SglcoreError):
 
 
 class InvalidRequest(SglcoreError, ValueError):
-    """A request that is refused because of the caller's error."""
+    """A request that is refused because of the caller's error (400, or another `status`)."""
 
     def __init__(
         self, found: str, *, wanted: str = "", remedy: str = "", param: str | None = None, code: str | None = None,
         status: int = 400,
     ) -> None:  # fmt: skip
-        """`param`: the name of the request's field at fault; `code`: OpenAI's code, for programs;
-        `status`: the HTTP status."""
+        """`found`, `wanted` and `remedy`: the parts of the message; `param`: the name of the
+        request's field at fault (None: no single field); `code`: OpenAI's code, for programs (None:
+        none); `status`: the HTTP status."""
         super().__init__(found, wanted=wanted, remedy=remedy)
         self.param, self.code, self.status = param, code, status
 
@@ -118,7 +122,7 @@ class Failure:
 
 
 class Unanswered(SglcoreError):
-    """A request that has no answer; the client gets `failure`."""
+    """A request that has no answer; the client gets `failure`, with the status and text in it."""
 
     def __init__(self, failure: Failure) -> None:
         """`failure`: that of the first sample, if several failed."""
@@ -128,7 +132,7 @@ class Unanswered(SglcoreError):
 
 def failure(error: BaseException) -> Failure | None:
     """Return what a client gets for an error that it may see; None for a defect of ours, which only
-    the log may describe."""
+    the log may describe. Nothing is logged here: `told` does that."""
     if isinstance(error, Unanswered):
         return error.failure
     if isinstance(error, InvalidRequest):
@@ -179,10 +183,10 @@ def ended_badly(reason: str, text: str) -> Failure:
 @contextmanager
 def blame(param: str, *kinds: type[Exception]) -> Iterator[None]:
     """Raise errors of the block as InvalidRequest about the request's field `param`, unless the
-    error names another field.
+    error names another field; message, code and status stay. An empty `param` names no field.
 
-    `kinds`: types of errors; by default all that the caller's values can cause. Others pass
-    unchanged.
+    `kinds`: types of errors; by default InvalidRequest, RequestError, TextError and GrammarError.
+    Others, SamplingError too, pass unchanged.
     """
     meant = kinds or (InvalidRequest, RequestError, TextError, GrammarError)
     try:
@@ -200,7 +204,7 @@ def _retry_after(seconds: float) -> Mapping[str, str]:
 
 
 def parameter_of(error: SamplingError) -> str | None:
-    """Return the name of the parameter with which the message of an error begins; None if it begins
-    with no name."""
+    """Return the name of the parameter with which the message of an error begins, such as "top_p";
+    None if its first word is no name."""
     name = str(error).partition(":")[0].partition("[")[0].partition(" ")[0]
     return name if name.isidentifier() else None

@@ -27,7 +27,7 @@ server ends."""
 class SocketFolder:
     """A new folder that only its owner may enter: in the folder for temporary files, or in /tmp if
     TMPDIR is so long that the system would refuse the path of a socket file there. `name`: its
-    path."""
+    path. As a context manager it returns the path, and removes the folder at the end."""
 
     def __init__(self) -> None:
         """Remove folders of servers that have ended, in both places, and make a new one."""
@@ -41,7 +41,7 @@ class SocketFolder:
         self._lock = _locked(Path(self.name))
 
     def cleanup(self) -> None:
-        """Remove the folder and release its lock. Idempotent."""
+        """Remove the folder with its files, and release its lock. Idempotent."""
         self._folder.cleanup()
         if self._lock is not None:
             os.close(self._lock)
@@ -57,7 +57,8 @@ class SocketFolder:
 
 
 def sweep(place: Path) -> None:
-    """Remove the folders in `place` that servers of this user left: no process has their lock."""
+    """Remove the folders in `place` that servers of this user left: their lock file is there and no
+    process has locked it. Errors are ignored."""
     with suppress(OSError):
         for folder in list(place.glob(f"{PREFIX}*")):
             with suppress(OSError):
@@ -80,7 +81,8 @@ def _locked(folder: Path) -> int | None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Return whether no process has the folder's lock. Raises OSError if it has no lock file."""
+    """Return whether no process has locked the folder's lock file. Raises OSError if it has no lock
+    file."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -63,8 +63,10 @@ class Supervisor:
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
         """`health` is kept up to date. `chosen`: the device of each replica, encoded, for engines
-        on this machine; `longest_wait`: maximum seconds before a restart. Needs a running event
-        loop. Raises ConfigError for a launcher that is not installed."""
+        on this machine (empty: each chooses); `launcher` None: as the configuration says; `router`
+        None: a new one; `longest_wait`: maximum seconds before a restart. Launches nothing before
+        `start`. Needs a running event loop. Raises ConfigError for a launcher that is not
+        installed."""
         self.replicas: dict[int, Replica] = {}
         self.health = health
         self.info: ModelInfo | None = None
@@ -91,7 +93,7 @@ class Supervisor:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that accept requests."""
+        """The replicas that accept requests now, in a new list; perhaps none."""
         return [replica for replica in self.replicas.values() if replica.state == "ready"]
 
     @property
@@ -101,7 +103,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Launch all replicas, or only the first if the others wait for its measured decisions;
-        does not wait until they are ready."""
+        does not wait until they are ready. Raises an error of a process that cannot be launched."""
         self._looks = asyncio.create_task(self._look_on())
         numbers = range(self._server.replicas)
         at_once = 1 if is_open(self._config) else len(numbers)
@@ -116,8 +118,8 @@ class Supervisor:
             replica.tick(self._server.heartbeat_timeout, self._server.step_timeout)
 
     def submit(self, generation: Generation) -> None:
-        """Send a request to a replica, or keep it for one that is being restarted or is silent.
-        Does not wait. Raises NotReady."""
+        """Send a request to the replica that the router chooses, or keep it for one that is being
+        restarted or is silent. Does not wait. Raises NotReady if no replica may come."""
         if self.ready:
             cached = self._config.prefix_cache and self.info is not None and self.info.generates
             self._choose(generation.request.prompt if cached else b"").run(generation)
@@ -128,9 +130,9 @@ class Supervisor:
         self._orphans[generation.request_id] = generation
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """Return the embedding or the scores of a prompt, float32 as bytes; waits. If its engine
-        dies, it is retried on another one, on MOST_TRIES engines at most. Raises as
-        `Replica.embed`, and NotReady."""
+        """Return the embedding or the scores of a prompt, float32 as little-endian bytes; waits,
+        also for a replica that is being restarted. If its engine dies, it is retried on another
+        one, on MOST_TRIES engines at most. Raises as `Replica.embed`, and NotReady."""
         died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
@@ -145,8 +147,8 @@ class Supervisor:
         raise died
 
     async def audit(self) -> list[str]:
-        """Return what the audits of all replicas found, and the replicas that did not answer; waits
-        at most 20 seconds."""
+        """Return what the audits of all started replicas found, and the replicas that did not
+        answer; empty if nothing was found. Waits at most 20 seconds."""
         return await audit_all(self._serving)
 
     async def pause(self, is_paused: bool) -> None:
@@ -156,15 +158,16 @@ class Supervisor:
         await pause_all(self._serving, is_paused)
 
     async def flush(self) -> int:
-        """Drop cached prefixes that no request uses, in all engines, and return their number of
-        pages.
+        """Drop cached prefixes that no request uses, in all started engines, and return their
+        number of pages.
 
-        Waits. Raises NotAnswering if an engine does not answer in time.
+        Waits. Raises NotAnswering if an engine does not answer in time, and EngineDied.
         """
         return await flush_all(self._serving)
 
     def has(self, request_id: str) -> bool:
-        """Return whether a request with this id has not ended."""
+        """Return whether a request (not an embedding) with this id is in progress or waits for a
+        replica."""
         return request_id in self._orphans or any(request_id in each.generations for each in self.replicas.values())
 
     @property
@@ -174,12 +177,13 @@ class Supervisor:
         return [*had, *self._orphans.values()]
 
     def stats(self) -> EngineStats:
-        """Return the sums of the newest counters of all replicas, with the totals of dead ones."""
+        """Return the sums of the newest counters of all replicas, with the totals of dead ones.
+        Does not wait."""
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
     def give_up(self, error: Exception) -> None:
-        """Make every request fail, also those that wait for a replica. The replicas continue to
-        run."""
+        """Make every request fail with `error`, also embeddings, orders, and requests that wait for
+        a replica. The replicas continue to run, and may get new requests. Does not wait."""
         self._is_given_up = True
         self._fail(self.generations, error)
         for replica in self.replicas.values():
@@ -299,8 +303,9 @@ class Supervisor:
         self.stopped.set()
 
     def _reassign(self, generations: Iterable[Generation], reason: str) -> None:
-        """Retry requests of which the client has got nothing, at most MOST_TRIES times; make the
-        others fail, because a retry would repeat their text."""
+        """Retry requests if the client has got nothing of them, unless MOST_TRIES engines have
+        ended with them; make the others fail with EngineDied, because a retry would repeat their
+        text. `reason`: how the engine ended."""
         for generation in generations:
             if generation.is_told:
                 generation.fail(EngineDied(f"{reason}; part of the answer had been given", self.health.remedy))
@@ -325,8 +330,9 @@ class Supervisor:
         return [replica for replica in self.replicas.values() if replica.state in STARTED]
 
     def _choose(self, prompt: bytes) -> Replica:
-        """Return the ready replica for a prompt (token ids as bytes; empty: ignore the caches). One
-        that has been in one step for seconds is chosen only if all have."""
+        """Return the replica that the router chooses among the ready ones, at least one, for a
+        prompt (token ids as bytes; empty: ignore the caches). One that has been in one step for
+        seconds is chosen only if all have."""
         moving = [replica for replica in self.ready if not replica.is_still]
         return self._router.choose(moving or self.ready, prompt)
 
@@ -381,7 +387,8 @@ class Supervisor:
         task.add_done_callback(tasks.discard)
 
     async def _settle(self) -> None:
-        """Wait for the tasks that close and replace replicas."""
+        """Wait until no task that closes or replaces a replica is left, those that begin meanwhile
+        included; their errors are logged."""
         while self._tasks:
             _log_failures(await asyncio.gather(*self._tasks, return_exceptions=True))
 
@@ -419,7 +426,8 @@ class Supervisor:
 
 
 def _log_failures(found: Iterable[object]) -> None:
-    """Log the errors in the results of tasks; nothing else reads them."""
+    """Log the errors in `found`, the results of tasks; other results are ignored. Nothing else
+    reads these errors."""
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)

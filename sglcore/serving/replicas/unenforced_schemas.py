@@ -20,7 +20,8 @@ LATE = "not checked in time"
 
 @dataclass(frozen=True, slots=True)
 class Unenforced:
-    """The parts of one schema in a request that are not enforced."""
+    """The parts of one schema in a request that are not enforced (`part`), and the field of the
+    request that has the schema."""
 
     field: str
     """The field of the request that contains the schema."""
@@ -55,22 +56,24 @@ class AnswerCheck:
 
     @property
     def names(self) -> list[str]:
-        """The parts that are not enforced, those with a finding first."""
+        """The parts that are not enforced, as texts, those with a finding first, which is in
+        parentheses after the part."""
         said = [shown(name, remark) for name, remark in self._remarks.items() if remark]
         return said + [name for name, remark in self._remarks.items() if not remark]
 
     async def open(self) -> None:
-        """Start the checking process, so that it is ready when the answer is; does not wait until
-        it is. Errors are ignored."""
+        """Start the checking process, in a thread, so that it is ready when the answer is; does not
+        wait until it is. Errors are ignored: the check reports them."""
         if not self._is_over:
             with suppress(OSError):  # the check reports it
                 await asyncio.to_thread(self._checks.open)
 
     async def look(self, sample: Completion, field: str, text: str) -> None:
         """Check a sample that has ended: its `text` against the parts of the schema in `field` that
-        are not enforced. Findings are appended to `sample.warnings`. Only a sample that ended by
-        itself is checked, not one that was cut. Waits for the check, and for checks before it;
-        never raises."""
+        are not enforced; other fields' parts are left. Findings, also that it could not be checked,
+        are appended to `sample.warnings`. Only a sample that ended by itself is checked, not one
+        that a stop string or limit cut. Waits for the check, and for checks before it, up to a time
+        limit; never raises."""
         if sample.finish_reason != "stop" or isinstance(sample.stop_cause, str):
             return
         for each in self._parts:
@@ -109,7 +112,7 @@ class AnswerCheck:
 
 
 def shown(name: str, remark: str) -> str:
-    """Return the text for a part and a remark about it."""
+    """Return the text for a part and a remark about it: `NAME (REMARK)`."""
     return f"{name} ({remark})"
 
 

@@ -38,14 +38,15 @@ DRAWS = (
 
 
 class WarmUpError(SglcoreError):
-    """The model was started, but generates nothing."""
+    """The model was started, but generates or embeds nothing; the start fails with exit code 1."""
 
     exit_code = 1
 
 
 def warm_up(engine: TokenEngine) -> None:
-    """Generate for short prompts, by each way to sample a token if the worker runs ahead, or embed
-    one prompt; waits. Raises WarmUpError if no token or embedding is made."""
+    """Generate for short prompts, by each way to sample a token if the worker runs ahead of the
+    host, or embed one prompt if the model only embeds; waits. The outputs are dropped. Raises
+    WarmUpError if no token or embedding is made."""
     limits = engine.limits
     if not limits.generates:
         _embed(engine, _prompt(engine, PROMPT_TOKENS))
@@ -66,8 +67,9 @@ def _prompt(engine: TokenEngine, tokens: int) -> list[int]:
 
 
 def _generate(engine: TokenEngine, params: SamplingParams, tokens: int = 2, beside: Sequence[int] = ()) -> None:
-    """Generate `tokens` tokens for one prompt. `beside`: lengths of further prompts, one of which
-    is added after each step."""
+    """Generate `tokens` tokens for one short prompt, and run until nothing is left; waits.
+    `beside`: lengths in tokens of further prompts, one added after each step, with one token each.
+    Raises WarmUpError if a sample fails or no token is made."""
     params, lengths = replace(params, max_tokens=tokens, ignore_eos=True), iter(beside)
     engine.add("warm-up", _prompt(engine, PROMPT_TOKENS), params, seed=0)
     outputs = []

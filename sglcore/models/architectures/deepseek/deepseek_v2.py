@@ -32,8 +32,8 @@ class LatentProjections:
         self.queries = build.linear("q_b_proj", self.rank, outputs)
 
     def __call__(self, hidden: Array) -> tuple[Array, Array, Array | None]:
-        """Return queries, cache entries and query latents (or None) of [T, H], as
-        `layer_kinds.Projections` defines."""
+        """Return queries [T, heads * query_dim], cache entries [T, width], and the normed query
+        latents [T, q_rank] (None for plain queries) of hidden states [T, H]."""
         first = self.first(hidden)
         if not self.rank:
             return self.queries(hidden), first, None
@@ -76,7 +76,9 @@ class DeepseekV2ForCausalLM(CausalLM):
         super().__init__(build)
 
     def make_latent(self, build: Build) -> LatentConfig:
-        """Return the configuration of latent attention, the same in all layers."""
+        """Return the configuration of latent attention, the same in all layers. Raises
+        `ConfigError` for values that do not fit.
+        """
         return latent_config(build.config, self.wanted)
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
@@ -89,8 +91,8 @@ class DeepseekV2ForCausalLM(CausalLM):
         )
 
     def make_experts(self, build: Build) -> Layer:
-        """Return the routed experts. Raises `ConfigError` for a `topk_method` that is neither
-        greedy nor group-limited greedy."""
+        """Return the routed experts alone, without the shared one. Raises `ConfigError` for a
+        `topk_method` that is neither greedy nor group-limited greedy."""
         method = build.config.words.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(

@@ -26,8 +26,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """A query attends to the tokens that an indexer selects. `is_paired` is that of
-    `LatentConfig`."""
+    """A query attends to the tokens that an indexer selects. `is_paired`: the indexer rotates pairs
+    of neighbours; False: pairs that are half of the rotated elements apart."""
 
     is_paired: ClassVar[bool] = False
 

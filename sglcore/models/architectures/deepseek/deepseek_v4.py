@@ -113,7 +113,9 @@ def _index(build: Build, net: CompressedConfig, compression: Compression) -> Ind
 
 
 class LimitedExperts:
-    """Routed experts plus a shared expert."""
+    """Routed experts plus a shared expert, with clamped factors. `is_hashed`: a table by token id
+    chooses the experts.
+    """
 
     __slots__ = ("experts", "shared")
 
@@ -123,7 +125,7 @@ class LimitedExperts:
         self.shared = build.at("mlp").limited_mlp("shared_experts", moe.intermediate_size, net.limit)
 
     def __call__(self, hidden: Array, batch: Batch) -> Array:
-        """[T, H] to [T, H]."""
+        """[T, H] to [T, H]; the batch gives the token ids for the table."""
         return self.experts(hidden, batch.input_ids) + self.shared(hidden)
 
 
@@ -145,7 +147,9 @@ class DeepseekV4Layer:
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
-        """Return the streams [T, n, H] after this layer; there is no residual sum."""
+        """Return the streams [T, n, H] after this layer, from the streams `hidden` before it; there
+        is no residual sum.
+        """
         x, mix = self.attn_hc.narrow(hidden)
         hidden = self.attn_hc.widen(self.self_attn(self.input_layernorm(x), batch), hidden, mix)
         x, mix = self.ffn_hc.narrow(hidden)
@@ -174,7 +178,9 @@ class DeepseekV4ForCausalLM(CausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map a published name to transformers' names of modules."""
+        """Map a published name to the name in this model, mostly transformers' name; a name that
+        transformers wrote keeps its modules. Names of MTP layers begin with `mtp.`.
+        """
         for published, own in NAMES:
             name = re.sub(published, own, name)
         return name if name.startswith(("lm_head.", "mtp.")) else f"model.{name}"
@@ -196,5 +202,5 @@ class DeepseekV4ForCausalLM(CausalLM):
         return LayerState(self.hc_head.begin(self.embed_tokens.embed(batch)), None, batch)
 
     def finish(self, state: LayerState) -> Array:
-        """Combine the streams and apply the last norm."""
+        """Combine the streams and apply the last norm; returns [T, H]."""
         return self.norm(self.hc_head.end(state.hidden))

@@ -71,7 +71,9 @@ class ModernBertModel(Architecture):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map the names of the feed-forward block to those of other models."""
+        """Remove the prefix `model.`, and map the names of the feed-forward block to those of other
+        models.
+        """
         name = super().own_name(name)
         return name.replace(".mlp.Wi.", ".mlp.gate_up_proj.").replace(".mlp.Wo.", ".mlp.down_proj.")
 

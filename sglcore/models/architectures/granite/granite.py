@@ -20,7 +20,10 @@ class GraniteLayer(DecoderLayer):
         self.multiplier = build.config.options.get("residual_multiplier", 1.0)
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """Map `hidden` and `residual` as `AnyLayer` defines."""
+        """Return `hidden` [T, H] and `residual` [T, H] after this layer, from those before it
+        (`residual` None before the first layer). Both arguments may be overwritten; do not use them
+        afterwards.
+        """
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, batch) * self.multiplier
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
@@ -46,10 +49,12 @@ class GraniteForCausalLM(CausalLM):
         return build.mlp("mlp", build.config.intermediate_size, build.config.mlp_bias)
 
     def embed(self, batch: Batch) -> LayerState:
-        """Return the first layer's input: token embeddings or the batch's own, multiplied."""
+        """Return the first layer's input: token embeddings or the batch's own, multiplied by
+        `embedding_multiplier`.
+        """
         hidden, residual, batch = super().embed(batch)
         return LayerState(hidden * self.config.options.get("embedding_multiplier", 1.0), residual, batch)
 
     def logits(self, hidden: Array) -> Array:
-        """[N, H] to float32 [N, vocab]."""
+        """[N, H] to float32 [N, vocab], divided by `logits_scaling`."""
         return super().logits(hidden) / self.config.options.get("logits_scaling", 1.0)

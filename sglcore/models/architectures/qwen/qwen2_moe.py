@@ -19,7 +19,9 @@ class Qwen2MoeForCausalLM(CausalLM):
         return DecoderLayer(build, attention, self.make_mlp(build, layer_id))
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        """Return the feed-forward block of one layer."""
+        """Return the feed-forward block of one layer: dense, or routed experts plus a gated shared
+        expert.
+        """
         if not self.moe.layers[layer_id]:
             return build.mlp("mlp", build.config.intermediate_size)
         block = build.at("mlp")

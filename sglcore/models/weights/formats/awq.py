@@ -16,8 +16,8 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read(layer: LayerTensors) -> Stored:
-    """Return a layer's weight with its zeros; see `Format.read`. Raises `CheckpointError` if N is
-    not a multiple of 8."""
+    """Return a layer's weight as 4-bit codes with zeros. Raises `CheckpointError` if N is not a
+    multiple of 8, and for tensors of another type or shape."""
     if layer.rows % 8:
         raise CheckpointError(f"'{layer.module}' has {layer.rows} output features", wanted="a multiple of 8 for awq")
     group = layer.group
@@ -29,7 +29,7 @@ def read(layer: LayerTensors) -> Stored:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Unpack words int32 [a, b] to uint8 [a, 8 * b], in order."""
+    """Unpack words int32 [a, b] to uint8 [a, 8 * b], output features in order."""
     return small_integers(words, 4).unflatten(1, (words.shape[1], 8))[:, :, list(PLACES)].flatten(1)
 
 

@@ -27,8 +27,8 @@ from sglcore.models.weights.quantized_weight import QuantizedWeight, Stored
 
 
 def read_packed(layer: LayerTensors) -> Stored:
-    """Return a layer's packed weight, with scattered groups if `weight_g_idx` is not in order; see
-    `Format.read`."""
+    """Return a layer's packed weight as codes, with scattered groups if `weight_g_idx` is not in
+    order. Raises `CheckpointError` for tensors of another type or shape, and for missing zeros."""
     bits, each = layer.scheme.bits, 32 // layer.scheme.bits
     if layer.has("weight_shape"):
         _check_shape(layer)
@@ -39,8 +39,8 @@ def read_packed(layer: LayerTensors) -> Stored:
 
 
 def read_integers(layer: LayerTensors) -> Stored:
-    """Return a layer's weight with one integer in each byte; see `Format.read`. -128 becomes code
-    0: the sign bit is inverted."""
+    """Return a layer's weight with one integer in each byte as 8-bit codes. -128 becomes code 0:
+    the sign bit is inverted. Raises `CheckpointError` as `read_packed`."""
     codes = layer.read("weight", BYTES, (layer.rows, layer.columns)).view(torch.uint8) ^ 0x80
     scales = layer.scales("weight_scale")
     zeros = None

@@ -16,8 +16,8 @@ SCALES = ("weight_scale", "weight_scale_inv")
 
 
 def read(layer: LayerTensors) -> Stored:
-    """Return a layer's floats and their scales; see `Format.read`. Raises `CheckpointError` without
-    scales."""
+    """Return a layer's floats and their scales. Raises `CheckpointError` without scales, and for
+    tensors of another type or shape."""
     floats = layer.read("weight", (torch.float8_e4m3fn,), (layer.rows, layer.columns))
     suffix = next((name for name in SCALES if layer.has(name)), None)
     if suffix is None:

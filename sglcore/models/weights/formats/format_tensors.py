@@ -25,7 +25,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
     """The stored tensors of a linear layer: functions that read them, by suffix. `rows` (outputs)
-    and `columns` (inputs) are those of its unpacked weight."""
+    and `columns` (inputs) are those of its unpacked weight; `module` is its name, for errors."""
 
     module: str
     rows: int
@@ -34,12 +34,12 @@ class LayerTensors:
     stored: Mapping[str, Callable[[], Tensor]]
 
     def has(self, suffix: str) -> bool:
-        """Return whether the checkpoint has this tensor."""
+        """Return whether the checkpoint has the layer's tensor with this suffix."""
         return suffix in self.stored
 
     def read(self, suffix: str, dtypes: Sequence[torch.dtype], *shapes: tuple[int, ...]) -> Tensor:
         """Read a tensor to the host. Raises `CheckpointError` unless it has one of the types and
-        one of the shapes."""
+        one of the shapes, and KeyError if the checkpoint lacks it."""
         tensor = self.stored[suffix]()
         if tensor.dtype not in dtypes:
             raise self._misfit(f"{suffix}' has the type {_text(tensor.dtype)}", [_text(dtype) for dtype in dtypes])
@@ -83,8 +83,8 @@ def _text(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: the suffixes that each of its layers has, those that some have, and the function
-    that reads a weight."""
+    """A format: the suffixes that each of its layers has (`needs`), those that some have
+    (`may_have`), and the function that reads a weight to the host."""
 
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
@@ -93,7 +93,7 @@ class Format:
 
 def small_integers(words: Tensor, bits: int, dim: int = -1) -> Tensor:
     """Unpack integers of 2, 4 or 8 bits from int32 words [a, b] to uint8, lowest bits first, along
-    dimension 0 or -1."""
+    dimension `dim`, 0 or -1, which becomes 32 / bits times longer."""
     if dim == 0:
         return small_integers(words.T.contiguous(), bits).T
     packed = words.contiguous().view(torch.uint8)

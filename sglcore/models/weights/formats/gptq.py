@@ -17,8 +17,8 @@ from sglcore.models.weights.quantized_weight import QuantizedWeight, ScatteredWe
 
 
 def read(layer: LayerTensors) -> Stored:
-    """Return a layer's weight, with scattered groups if `g_idx` is not in order; see
-    `Format.read`."""
+    """Return a layer's weight as codes, with scattered groups if `g_idx` is not in order. Raises
+    `CheckpointError` for tensors of another type or shape."""
     bits, each = layer.scheme.bits, 32 // layer.scheme.bits
     group = layer.group
     groups = layer.columns // group
@@ -33,8 +33,9 @@ def read(layer: LayerTensors) -> Stored:
 
 
 def ordered(layer: LayerTensors, weight: QuantizedWeight, suffix: str) -> Stored:
-    """Return the weight unchanged if its groups are in order or not given (all -1), else with
-    scattered groups. Raises `CheckpointError` for a group that does not exist."""
+    """Return the weight unchanged if its groups, in the tensor `suffix`, are in order or not given
+    (all -1), else with scattered groups. Raises `CheckpointError` for a group that does not exist.
+    """
     group_of = layer.read(suffix, WHOLE, (layer.columns,)).long()
     if bool((group_of == torch.arange(layer.columns) // weight.group).all()) or bool((group_of == -1).all()):
         return weight

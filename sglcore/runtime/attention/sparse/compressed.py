@@ -39,10 +39,12 @@ COMPRESSED = "compressed"
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The blocks that a forward completes: the arrays that the kernel table's `compress_plan`
-    writes.
+    """The blocks that a forward completes, at most N: the arrays that the kernel table's
+    `compress_plan` writes, int32.
 
-    int32 reads [N, span], block_positions [N], out_rows [N] and writes [T].
+    For each block, `reads` [N, span] are its tokens' sources (the index of a token of this step, -2
+    - a row of the state, or -1 for none), `block_positions` [N] its first position, `out_rows` [N]
+    the row to store it at. `writes` [T] is each token's row in the state (0: not kept).
     """
 
     reads: Tensor
@@ -209,7 +211,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         }
 
     def _windows(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the page table of sliding windows and the tokens' positions in it."""
+        """Return the page table int32 [S, P] by which window rows are found, and the tokens'
+        positions int32 [T] in it: those of all tokens if the pool has no window pages.
+        """
         windows = self.token_to_kv_pool.window_table
         if windows is None:
             return self.req_to_token_pool.page_table, batch.positions
@@ -228,7 +232,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             self._fill_completed(plan.completed[kept.ratio, kept.span], kept, rows, plan.tokens.slots, batch)
 
     def _step(self, whole: CompressedPlan, place: int, count: int) -> CompressedPlan:
-        """Return the plan of step `place` of `count` planned together, without completed blocks."""
+        """Return the plan of step `place` of `count` planned together: views of `whole`, and zeros
+        for the completed blocks, which `_complete` fills.
+        """
         size = len(whole.window) // count
         rows = slice(place * size, (place + 1) * size)
         blocks = {ratio: found[rows] for ratio, found in whole.blocks.items()}
@@ -271,7 +277,9 @@ def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
 
 
 def _most_completed(batch: ForwardBatch, ratio: int) -> int:
-    """Return the number of blocks that a batch completes; an upper bound without host lengths."""
+    """Return the number of blocks of `ratio` tokens that a batch completes; an upper bound without
+    host lengths, or if a decode has several rows per request (`width`).
+    """
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
     if ends is None or batch.width is not None:
         return most_completed(batch.num_tokens, batch.batch_size // (batch.width or 1), ratio)

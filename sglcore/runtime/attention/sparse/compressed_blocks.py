@@ -23,7 +23,8 @@ class Compressor:
 
     The row is then normed with `weight` float32 [D] and rotated by the position of the block's
     first token. `ape` float32 [ratio, C] is added to the gates; `cos_sin_cache` is that of
-    `rotary`. The result goes to `rows` of the layer; tokens without a complete block go to `state`.
+    `rotary`. `rows` and `state` are names in `layer.rows`: of the rows that receive the result, and
+    of the state that keeps tokens without a complete block.
     """
 
     layer: SparseLayer

@@ -63,5 +63,7 @@ def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator
 
 
 def names_of(host: HostRows | None) -> tuple[Tensor, Tensor] | None:
-    """Return the `named` parameter of `choose_rows`: None if the rows are on the device."""
+    """Return the `named` parameter of `choose_rows`: (table, owners) of `host`; None without it, as
+    the rows are on the device.
+    """
     return None if host is None else (host.table, host.owners)

@@ -64,10 +64,10 @@ class SparseLayer(Attention, ABC):
         return self
 
     def __call__(self, hidden: Tensor, batch: object = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  projections are inside
-        """Map hidden [T, H] to [T, H]; store and read rows.
+        """Map hidden [T, H] to [T, H] by `mix`; store and read rows.
 
         A forward captured in pieces runs this layer between two pieces, and a compiler treats it as
-        opaque. The batch comes from the forward context; the parameter is ignored.
+        opaque. The batch comes from the forward context; the parameter `batch` is ignored.
         """
         if torch.compiler.is_compiling():
             return torch.ops.sglcore.sparse_layer(hidden, self.layer_id)
@@ -87,9 +87,10 @@ class SparseLayer(Attention, ABC):
 
 @torch.library.custom_op("sglcore::sparse_layer", mutates_args=())
 def sparse_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """Run a sparse layer as one operation that is opaque to a compiler.
+    """Run a sparse layer on hidden [T, H] as one operation that is opaque to a compiler; return
+    [T, H].
 
-    Its inputs come from the context.
+    `layer_id` is the layer's index in the forward context, which has the batch and backend too.
     """
     layer = get_forward_context().layers[layer_id]
     assert isinstance(layer, SparseLayer)

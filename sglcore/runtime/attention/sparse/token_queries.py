@@ -28,9 +28,10 @@ LOGITS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Each token's slot, and the number of tokens that it sees, itself included: int32 [T] each.
+    """Each token's request slot (`slots`), and the number of tokens that it sees, itself included
+    (`lens`): int32 [T] each.
 
-    `most` is an upper bound of `lens`.
+    `most` is an upper bound of `lens`, known on the host.
     """
 
     slots: Tensor
@@ -41,8 +42,8 @@ class TokenRows:
     def of(cls, batch: ForwardBatch, most: int) -> Self:
         """Return the tokens of a batch on the device.
 
-        `most` is used if only the device knows the lengths. Shares the batch's tensors if each row
-        is one token.
+        The upper bound is the maximum of the host's lengths; the parameter `most` is used if only
+        the device knows lengths. Shares the batch's tensors if each row is one token.
         """
         if batch.seq_lens_cpu is not None:
             most = int(batch.seq_lens_cpu.max(initial=1))
@@ -60,9 +61,9 @@ class TokenRows:
         return cls(slots, torch.ones_like(slots), most)
 
     def copy_(self, other: TokenRows) -> None:
-        """Copy the values of another in place.
+        """Copy the slots and lengths of `other` into these tensors; `most` stays.
 
-        It must have the same number of tokens, and at most this `most`.
+        `other` must have the same number of tokens, and at most this `most`.
         """
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)
@@ -77,8 +78,8 @@ class TokenRows:
 class RequestRows(NamedTuple):
     """A batch by request, int32 [B] each, as the kernel table's `compress_plan` takes it.
 
-    The tokens [starts, starts + lengths) are the last of seq_lens in `slots`. If both are None,
-    request b has token b.
+    Request b, in the request slot `slots[b]`, has the batch's tokens [starts[b], starts[b] +
+    lengths[b]), the last of its `seq_lens[b]`. If both are None, request b has token b only.
     """
 
     slots: Tensor
@@ -88,7 +89,8 @@ class RequestRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Self:
-        """Return the requests of a batch on the device.
+        """Return the requests of a batch on the device, one each even if a decode has several rows
+        per request (`width`).
 
         Requests of slot 0 have no token; padding may follow the last request.
         """
@@ -103,7 +105,8 @@ class RequestRows(NamedTuple):
 
 
 def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
-    """Return `count` decode steps: the batch and the steps after it, each one token longer.
+    """Return `count` decode steps: the decode batch `view`, and the steps after it, each one token
+    longer.
 
     The first result is one batch with the rows of all steps, the second a batch for each step. They
     share tensors. Cache locations are None; requests must have their pages already.

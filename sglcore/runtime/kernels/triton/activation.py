@@ -70,7 +70,8 @@ def gated_kernel(
 
 
 def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.silu_and_mul`.
+    """Implement `KernelTable.silu_and_mul`: x [T, 2 I] to a new tensor [T, I], silu of the first I
+    columns times the others.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -80,7 +81,8 @@ def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
 
 
 def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.gelu_tanh_and_mul`.
+    """Implement `KernelTable.gelu_tanh_and_mul`: x [T, 2 I] to a new tensor [T, I], GELU (tanh
+    approximation) of the first I columns times the others.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -90,7 +92,8 @@ def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
 
 
 def limited_silu_and_mul(x: Tensor, limit: float, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.limited_silu_and_mul`.
+    """Implement `KernelTable.limited_silu_and_mul`: as `silu_and_mul`, with the first I columns at
+    most `limit` and the others within +-`limit`.
 
     While tracing, a compiler gets the reference and fuses it.
     """

@@ -65,7 +65,8 @@ def cache_locations_kernel(
 def store_kv(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, tuning: Tuning = Tuning()
 ) -> None:
-    """Implement `KernelTable.store_kv`.
+    """Implement `KernelTable.store_kv`: write row t of key and value [T, kv_heads, D] to KV slot
+    out_cache_loc[t] of both caches, cast to their dtype.
 
     Both caches have the same strides, and a KV slot's heads are contiguous.
     """
@@ -96,7 +97,9 @@ def store_kv(
 def cache_locations(
     page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor, tuning: Tuning = Tuning()
 ) -> None:
-    """Implement `KernelTable.cache_locations`."""
+    """Implement `KernelTable.cache_locations`: write to `out` int [T] the KV slot of each token, by
+    its request slot, its position and the pages in `page_table`.
+    """
     tokens = positions.shape[0]
     if not tokens:
         return

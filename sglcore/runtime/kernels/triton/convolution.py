@@ -94,7 +94,9 @@ def causal_conv(
     targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.causal_conv`."""
+    """Implement `KernelTable.causal_conv`: x [T, C] to a new tensor [T, C]; `tails` [S, W - 1, C]
+    are read at the rows' slots and updated in place (with `targets`, at those).
+    """
     tokens, size = x.shape
     is_ragged = starts is not None
     out = torch.zeros((tokens, size), dtype=x.dtype, device=x.device) if is_ragged else x.new_empty((tokens, size))

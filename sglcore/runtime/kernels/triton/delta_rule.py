@@ -66,8 +66,8 @@ def inverse_of(lower, i, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_heads(rows, whose, mask, scale):
-    """Load one head's queries or keys of a chunk as float32 [tokens, columns], each of length
-    `scale`.
+    """Load one head's queries or keys of a chunk as float32 [tokens, columns], each token's scaled
+    to length `scale`.
 
     `rows` [tokens, 1] are the addresses of the tokens, `whose` the head's columns; masked elements
     are 0.
@@ -208,7 +208,11 @@ def gated_delta_rule(
     targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.gated_delta_rule`."""
+    """Implement `KernelTable.gated_delta_rule`: return [T, H * V]; `states` float32 [S, H, K, V]
+    are read at the rows' slots and updated in place (with `targets`, at those).
+
+    With `starts` and `lengths` a row's tokens are computed in chunks; without, row r is token r.
+    """
     tokens, (_, heads, key_size, size) = qkv.shape[0], states.shape
     given = qkv, a, b, a_log, dt_bias, states, slots, slots if targets is None else targets
     strides = qkv.stride(0), a.stride(0), b.stride(0), key_size**-0.5

@@ -153,7 +153,9 @@ def tree_expand(
     reached: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_expand`."""
+    """Implement `KernelTable.tree_expand`: write the candidates of one depth to `records` and
+    `sums` from number `first` on, and the beams of the next depth to `beams` and `reached`.
+    """
     requests, width = reached.shape
     if not requests:
         return
@@ -180,7 +182,9 @@ def tree_expand(
 
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor, tuning: Tuning = Tuning()) -> None:
-    """Implement `KernelTable.tree_build`."""
+    """Implement `KernelTable.tree_build`: write the nodes of each request's tree, the records with
+    the largest sums, to `tree` int32 [3, B, N - 1].
+    """
     requests, most = sums.shape
     if not requests:
         return
@@ -206,7 +210,9 @@ def tree_place(
     proposals: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_place`."""
+    """Implement `KernelTable.tree_place`: store the trees of B requests at their `slots` in
+    `trees`, and their tokens in `proposals`.
+    """
     requests, nodes = slots.shape[0], trees.shape[2]
     if not requests:
         return

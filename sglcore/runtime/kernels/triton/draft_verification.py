@@ -162,7 +162,8 @@ def place_proposals(
     owners: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.place_proposals`.
+    """Implement `KernelTable.place_proposals`: write `ids`, `positions`, `seq_lens` and `owners` of
+    the tokens to verify, from the tables by slot `last`, `lengths` and `proposals`.
 
     One compiled kernel serves every number of draft tokens up to that of the table.
     """
@@ -198,7 +199,8 @@ def accept_proposals(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.accept_proposals`.
+    """Implement `KernelTable.accept_proposals`: compare the tokens `drawn` with `proposals`, write
+    the counts of accepted ones to `runs`, and update the tables by slot `last` and `lengths`.
 
     One compiled kernel serves every number of draft tokens up to that of the table.
     """
@@ -235,7 +237,8 @@ def tree_walk(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_walk`.
+    """Implement `KernelTable.tree_walk`: write the accepted path of each request's tree to `path`
+    and its counts to `runs`, and update the tables by slot `last` and `lengths`.
 
     One compiled kernel serves every number of nodes up to that of `trees`.
     """

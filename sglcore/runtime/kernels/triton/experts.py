@@ -251,7 +251,8 @@ def sum_kernel(
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.moe`.
+    """Implement `KernelTable.moe`: hidden [T, H], weights and ids [T, K], w13 [E, 2 I, H] and w2
+    [E, H, I] to a new tensor [T, H].
 
     While tracing, a compiler gets one operation, `moe_op`.
     """
@@ -261,7 +262,8 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, t
 def limited_moe(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """Implement `KernelTable.limited_moe` with the kernels of `moe`.
+    """Implement `KernelTable.limited_moe` with the kernels of `moe`: gate at most `limit`, up
+    within +-`limit`.
 
     While tracing, a compiler gets the reference.
     """
@@ -282,7 +284,8 @@ def clamped_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.clamped_moe` with the kernels of `moe`.
+    """Implement `KernelTable.clamped_moe` with the kernels of `moe`: gate and up rows of w13 are
+    interleaved, and experts have biases b13 [E, 2 I] and b2 [E, H].
 
     While tracing, a compiler gets the reference.
     """
@@ -305,7 +308,8 @@ def mxfp4_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.mxfp4_moe` with the kernels of `moe`.
+    """Implement `KernelTable.mxfp4_moe` with the kernels of `moe`: as `clamped_moe`, with w13 and
+    w2 in MXFP4, codes uint8 [E, rows, columns / 32, 16] and scales s13 and s2.
 
     While tracing, a compiler gets the reference.
     """
@@ -353,7 +357,7 @@ def _moe(
 def moe_op(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str
 ) -> Tensor:
-    """Compute `KernelTable.moe` as one torch operation, `sglcore::triton_moe`.
+    """Compute `KernelTable.moe` as one torch operation, `sglcore::triton_moe`; return [T, H].
 
     `sizes` are rows, columns and depth_bytes of the `MoeTile`, then lanes and elements of the
     `Tuning`. `launches` is a JSON list of the launches of the products, the sort and the sum.
@@ -405,7 +409,8 @@ def moe_in_tiles(
     tuning: Tuning,
     most: float | None = None,
 ) -> Tensor:
-    """Compute an MoE entry by four kernels: sort, gate and up, down, sum.
+    """Compute an MoE entry by four kernels: sort, gate and up, down, sum. Return a new tensor [T,
+    H] of hidden's dtype.
 
     `clamp` is None for `moe` and `limited_moe`; `most` is the limit of `limited_moe`, None for the
     others. Weights with four dimensions are in MXFP4.

@@ -55,8 +55,8 @@ def grouped_linear_kernel(
 
 
 def grouped_linear(x: Tensor, weight: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.grouped_linear`. The tile is that of `Tuning.moe` for T rows per
-    expert.
+    """Implement `KernelTable.grouped_linear`: x [T, G, K] and weight [G, R, K] to [T, G, R]. The
+    tile is that of `Tuning.moe` for T rows per expert.
     """
     (tokens, groups, deep), size = x.shape, weight.shape[1]
     out = torch.empty(tokens, groups, size, dtype=x.dtype, device=x.device)

@@ -205,7 +205,8 @@ def hc_pre(
     iters: int,
     tuning: Tuning = Tuning(),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `KernelTable.hc_pre`; a token's streams are contiguous.
+    """Implement `KernelTable.hc_pre`: return the layer's input [T, d] and the float32 weights [T,
+    n] and [T, n, n] for `hc_post`, from the streams h [T, n, d]; a token's streams are contiguous.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -220,7 +221,8 @@ def hc_pre(
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """Implement `KernelTable.hc_head`; a token's streams are contiguous.
+    """Implement `KernelTable.hc_head`: return the weighted sum [T, d] of the streams h [T, n, d]; a
+    token's streams are contiguous.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -290,7 +292,8 @@ def _collapsed(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.hc_post`; a token's streams are contiguous.
+    """Implement `KernelTable.hc_post`: return the new streams [T, n, d], from the layer's result x
+    [T, d] and the streams h by the weights of `hc_pre`; a token's streams are contiguous.
 
     While tracing, a compiler gets the reference and fuses it.
     """

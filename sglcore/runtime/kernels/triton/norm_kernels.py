@@ -130,7 +130,10 @@ def gated_rms_norm_kernel(
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """Implement `KernelTable.gated_rms_norm`."""
+    """Implement `KernelTable.gated_rms_norm`: x and gate [T, N], weight [G, size] to a new tensor
+    [T, N]. Each `size` elements are normed, and multiplied by silu(gate) before the norm if
+    `gate_first`, otherwise after it.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups, size = weight.shape
     rows = x.numel() // size
@@ -158,8 +161,9 @@ def gated_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.rms_norm`. x is read in place by its strides if it is [T, N] or [T,
-    heads, N] with a contiguous last axis; otherwise a copy may be made.
+    """Implement `KernelTable.rms_norm`: return a new tensor of the shape and dtype of x. x is read
+    in place by its strides if it is [T, N] or [T, heads, N] with a contiguous last axis; otherwise
+    a copy may be made.
 
     While tracing, a compiler gets the reference.
     """
@@ -195,9 +199,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.add_rms_norm`: write the sum to `residual` and its norm to `x`.
+    """Implement `KernelTable.add_rms_norm`: write the sum to `residual` and its norm to `x`, and
+    return (x, residual).
 
-    While tracing, a compiler gets the reference, which writes to neither.
+    While tracing, a compiler gets the reference, which writes to neither and returns new tensors.
     """
     if torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps)

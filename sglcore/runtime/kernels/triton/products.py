@@ -29,5 +29,7 @@ def wide_dot(a, b):
 
 @triton.jit
 def rounded_dot(a, b, dtype: tl.constexpr):
-    """Return float32 a @ b of float32 values rounded to dtype: half dtypes use the matrix unit."""
+    """Return float32 a @ b, with the float32 values a and b rounded to dtype before the product:
+    half dtypes use the matrix unit.
+    """
     return wide_dot(narrow(a, dtype), narrow(b, dtype))

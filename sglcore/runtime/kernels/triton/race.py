@@ -44,7 +44,7 @@ def ordered(x):
 
 @triton.jit
 def number_of(order):
-    """Return the float32 of a key from `ordered`."""
+    """Return the float32 of an int32 key from `ordered`; a key of NaN gives NaN."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

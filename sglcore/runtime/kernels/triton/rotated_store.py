@@ -81,7 +81,8 @@ def rotary_and_store(
     out_cache_loc: Tensor,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.rotary_and_store`.
+    """Implement `KernelTable.rotary_and_store`: return the rotated q, a new tensor; store the
+    rotated k and v in the KV slots `out_cache_loc`. k itself does not change.
 
     Both caches have the same strides, and a KV slot's heads are contiguous. While tracing, a
     compiler gets the reference and fuses it.

@@ -17,8 +17,8 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def row_of(token, cells, tokens):
-    """Return the target row of each token, int64: its KV slot in `cells`, or, if `cells` is None,
-    its own index.
+    """Return the target row of each token, int64: its KV slot in `cells` (0 for tokens at or past
+    `tokens`), or, if `cells` is None, its own index `token`.
     """
     row = token
     if cells is not None:
@@ -73,7 +73,7 @@ def rotate_heads(
 def copy_rest(
     x, out, cells, flat, tokens, x_stride, out_stride, HEADS, FROM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
 ):
-    """Copy the elements [FROM, DIM) of each head, which are not rotated, cast to out's dtype.
+    """Copy the elements [FROM, DIM) of each head of x to the same places of out, cast to its dtype.
 
     The other arguments are those of `rotate_heads`; REST is a power of two, at least DIM - FROM.
     """
@@ -129,7 +129,11 @@ def rotary_kernel(
 def rotary(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.rotary`. While tracing, a compiler gets the reference and fuses it."""
+    """Implement `KernelTable.rotary`: return q [T, heads * head_dim] and k [T, kv_heads * head_dim]
+    rotated by the rows `positions` of the cache, as new tensors.
+
+    While tracing, a compiler gets the reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
     tokens = q.shape[0]

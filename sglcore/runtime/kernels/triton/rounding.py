@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Round float32 x to the nearest value of dtype, ties to even.
+    """Return float32 x cast to dtype, rounded to the nearest value, ties to even.
 
     Triton's interpreter truncates to bfloat16, so there the bits are rounded before the cast. NaN
     does not change, because adding to its bits could make it a number.

@@ -122,8 +122,11 @@ def sqrtsoftplus_routing_kernel(
 
 @triton.jit
 def store_shares(share, chosen, weights, ids, row, choice, rows, scale, CHOICES: tl.constexpr):
-    """Store `share` [rows, choices], divided by its sum and times `scale`, in `weights`, and
-    `chosen` in `ids`.
+    """Store `share` float32 [ROWS, choices], each row divided by its sum and times `scale`, in
+    `weights`, and the experts `chosen`, of the same shape, in `ids`.
+
+    `row` and `choice` are the indices of rows and choices; those from `rows` and CHOICES on are not
+    stored.
     """
     inside = (row < rows)[:, None] & (choice < CHOICES)[None, :]
     share = share / (tl.sum(share, axis=1)[:, None] + 1e-20) * scale
@@ -163,7 +166,8 @@ def hash_routing_kernel(
 def sqrtsoftplus_routing(
     logits: Tensor, bias: Tensor, k: int, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.sqrtsoftplus_routing`.
+    """Implement `KernelTable.sqrtsoftplus_routing`: return weights [T, k] of the logits' dtype and
+    expert ids int32 [T, k] for logits [T, E] and bias float32 [E].
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -196,7 +200,8 @@ def sqrtsoftplus_routing(
 def hash_routing(
     logits: Tensor, input_ids: Tensor, table: Tensor, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.hash_routing`.
+    """Implement `KernelTable.hash_routing`: return weights [T, K] of the logits' dtype and expert
+    ids int32 [T, K], which are table[input_ids] of `table` int32 [vocab, K].
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -232,7 +237,8 @@ def _choices(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.top_k_routing`.
+    """Implement `KernelTable.top_k_routing`: return weights [T, k] of the logits' dtype and expert
+    ids int32 [T, k], the largest of softmax(logits [T, E]) first.
 
     While tracing, a compiler gets the reference and fuses it.
     """

@@ -47,8 +47,8 @@ NOTHING = tl.constexpr(-(1 << 62))
 
 @triton.jit
 def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
-    """Return the ids of this program's block of a row, whether each is below `vocab`, and its
-    logits as float32.
+    """Return the ids [BLOCK] of this program's block of a row (program_id(1)), whether each is
+    below `vocab`, and its logits as float32, -inf at or past `vocab`.
     """
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
@@ -85,8 +85,8 @@ def histogram_kernel(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add 1, or with WEIGHTED its weight, of each token with a smaller gap than the cut to its bin
-    in sums int64 [rows, STEPS], which starts as zeros.
+    """For each token with a smaller gap than the cut, add 1, or with WEIGHTED the token's weight,
+    to its bin in sums int64 [rows, STEPS], which starts as zeros.
 
     `best` is that of `best_kernel`. FINE: only tokens of the coarse bin in `found` are added, by
     the rest of the gap. One program per row and BLOCK ids. Reads at least the logits once.

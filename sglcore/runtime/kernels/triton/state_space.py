@@ -158,7 +158,11 @@ def selective_scan(
     targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.selective_scan`."""
+    """Implement `KernelTable.selective_scan`: return [T, H * P]; `states` float32 [S, H, P, N] are
+    read at the rows' slots and updated in place (with `targets`, at those).
+
+    With `starts` and `lengths` a row's tokens are computed in chunks; without, row r is token r.
+    """
     tokens, (_, heads, size, width) = xbc.shape[0], states.shape
     given, last = (
         (xbc, dt, a_log, d, dt_bias, states, slots, slots if targets is None else targets),

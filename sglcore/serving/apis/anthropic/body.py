@@ -16,7 +16,7 @@ CacheControl = dict[str, Any]
 
 
 class TextBlock(Body):
-    """A part of a message that is text."""
+    """A part of a message that is text; the other fields have no effect."""
 
     type: Literal["text"]
     text: str
@@ -25,7 +25,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer; the signature is ignored."""
+    """Reasoning of an earlier answer; the chat template gets it, and the signature is ignored."""
 
     type: Literal["thinking"]
     thinking: str
@@ -33,14 +33,15 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning of an earlier answer that only the service that made it can read; it is ignored."""
+    """Reasoning of an earlier answer that only the service that made it can read; it is ignored:
+    the chat template does not get it."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ToolUseBlock(Body):
-    """A tool call of the model."""
+    """A tool call of the model in an earlier answer; `input`: its arguments."""
 
     type: Literal["tool_use"]
     id: Word
@@ -55,7 +56,8 @@ Texts = Annotated[Annotated[TextBlock, Tag("text")] | Other, by_kind({"text": "t
 
 
 class ToolResultBlock(Body):
-    """The result of a tool call."""
+    """The result of a tool call: `tool_use_id` is the `id` of an earlier `ToolUseBlock`, which
+    `chat_request` checks, not this model. `is_error` has no effect."""
 
     type: Literal["tool_result"]
     tool_use_id: Word
@@ -78,14 +80,17 @@ Block = Annotated[
 
 
 class Message(Body):
-    """One message of the conversation."""
+    """One message of the conversation: a text, or blocks. Which blocks fit the role is checked by
+    `chat_request`, not here."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Items[Block]
 
 
 class CustomTool(Body):
-    """A function that the model may call; `input_schema` is a JSON schema."""
+    """A function that the model may call; `input_schema` is the JSON schema of its arguments. They
+    are enforced, as far as possible, if a call is forced or the answer has a format, whatever
+    `strict` says."""
 
     type: Literal["custom"] | None = None
     name: Word
@@ -103,7 +108,9 @@ Tool = Annotated[Annotated[CustomTool, Tag("custom")] | Other, by_kind({"custom"
 
 
 class ToolChoice(Body):
-    """Whether the model must call a tool: `any` tool, or the `tool` with this name."""
+    """Whether the model must call a tool: "auto": it may; "any": it must call one; "tool": it must
+    call the tool `name`; "none": no tools are shown to it. `chat_request` refuses "tool" without a
+    name. With `disable_parallel_tool_use` only the first call of an answer is kept."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Word | None = None
@@ -111,7 +118,8 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model should think before it answers, and with how many tokens at most."""
+    """Whether the model should think before it answers ("adaptive": as its template does by
+    default), and with how many tokens at most (None: no limit)."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
@@ -119,14 +127,16 @@ class Thinking(Body):
 
 
 class JsonFormat(Body):
-    """An answer that is a JSON value of this schema."""
+    """The format of an answer that must be a JSON value of this schema; it is enforced, except for
+    parts that a header of the answer names."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """The format of the answer, and the effort of the reasoning."""
+    """The format of the answer (None: free text), and the effort of the reasoning, which is passed
+    to the chat template (None: the template's default)."""
 
     effort: str | None = None
     format: JsonFormat | None = None
@@ -134,7 +144,8 @@ class OutputConfig(Body):
 
 class CountRequest(Body):
     """The body of /v1/messages/count_tokens: the part of a request for a message that decides the
-    number of input tokens."""
+    number of input tokens. `output_format` is an older name of `output_config.format`, which counts
+    first; `mcp_servers` are refused, not here but by `chat_request`."""
 
     model: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -154,7 +165,8 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest, SamplingFields):
-    """The body of /v1/messages: a request for the next message of the assistant."""
+    """The body of /v1/messages: a request for the next message of the assistant. `max_tokens` is
+    required; `container` and `thread` are refused, not here but by `message_request`."""
 
     max_tokens: Positive
     stop_sequences: Stops | None = None
@@ -172,8 +184,8 @@ UNTHREADED = "thread_unsupported_request"
 
 
 class MessagesErrorDetail(Answer):
-    """An error: its type and message; `details` has an `error_code` for clients that can use
-    another method."""
+    """An error: its type, one of Anthropic's such as "not_found_error", and message; `details` has
+    an `error_code` for clients that can use another method (left out for other errors)."""
 
     type: str
     message: str

@@ -34,7 +34,7 @@ class MessageWriter(Writer[ChatRun]):
         self._reason = ""
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole message; waits for the end of the run. Raises Unanswered if it
+        """Return the whole message; waits for the end of the run. Raises Unanswered if its sample
         failed."""
         await run.ended()
         async for event in run:
@@ -44,8 +44,9 @@ class MessageWriter(Writer[ChatRun]):
         return message
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of the message as they happen. An error before the first text is
-        raised before anything is yielded."""
+        """Yield the encoded events of the message as they happen, from message_start to
+        message_stop. An error before the first event of the run is raised before anything is
+        yielded; Unanswered is raised at the end if the sample failed."""
         begin, events = await run.begin()
         message = self._begun(run.output)
         first = self._take(begin)
@@ -61,7 +62,8 @@ class MessageWriter(Writer[ChatRun]):
         return named_events([error_body(told(error))])
 
     def _begun(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the message as it is before its first text."""
+        """Return the message as it is before its first text, with a new id and no content;
+        `input_tokens` still includes those from the prefix cache."""
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -80,8 +82,8 @@ class MessageWriter(Writer[ChatRun]):
         return [made for change in self._blocks.take(event.delta) for made in _events(change)]
 
     def _end(self, message: dict[str, Any], output: RequestOutput) -> list[Event]:
-        """Complete `message` in place, and return the events after the last text. Raises Unanswered
-        if the run failed."""
+        """Complete `message` in place, and return the events after the last text: the end of the
+        open block, message_delta and message_stop. Raises Unanswered if the sample failed."""
         check_answered([output])
         made = [event for change in self._blocks.finish() for event in _events(change)]
         delta = self._ending(output)
@@ -137,8 +139,8 @@ def _whole(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    """Return the `usage` of a message. Anthropic does not count tokens from the prefix cache in
-    `input_tokens`."""
+    """Return the `usage` of a message at its end. As in Anthropic's API, `input_tokens` does not
+    count tokens from the prefix cache; `cache_read_input_tokens` does."""
     return {
         "input_tokens": len(output.prompt_token_ids) - output.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -149,7 +151,8 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """Return the JSON value of a failure in Anthropic's form."""
+    """Return a failure in Anthropic's form, `{"type": "error", "error": {type, message}}`, as a
+    value that is not encoded yet; the type follows from the HTTP status."""
     kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
     details = {"details": {"error_code": failure.code}} if failure.code == UNTHREADED else {}
     return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}

@@ -11,7 +11,8 @@ VERSION = "anthropic-version"
 
 
 def model_card(name: str, created: int) -> dict[str, Any]:
-    """Return the object of one model name; `created`: seconds since 1970."""
+    """Return the object of one model name in Anthropic's form; `created`: seconds since 1970. The
+    name is not checked."""
     at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": at}
 

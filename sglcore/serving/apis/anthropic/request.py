@@ -36,8 +36,9 @@ _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 
 
 def message_request(body: MessagesRequest) -> ChatRequest:
-    """Return the chat request of a body for /v1/messages. Raises InvalidRequest or
-    SamplingError."""
+    """Return the chat request of a body for /v1/messages, with its sampling parameters and grammar.
+    The checkpoint's defaults are not applied. Raises InvalidRequest or SamplingError, with the
+    fields by Anthropic's names."""
     if body.thread is not None:
         raise InvalidRequest(
             "thread: this server keeps no conversations of this protocol",
@@ -52,7 +53,9 @@ def message_request(body: MessagesRequest) -> ChatRequest:
 
 def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
     """Return the chat request of a conversation with these sampling parameters. A last message of
-    the assistant is continued. Raises InvalidRequest."""
+    the assistant is continued; one that ends with a tool call is refused. Raises InvalidRequest,
+    also for blocks and tools of kinds that this server does not support, and results of unknown
+    calls."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     messages = _system(body.system)
     for place, message in enumerate(body.messages):
@@ -79,9 +82,10 @@ def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
 
 
 def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
-    """Return the names of the request's fields that set only template variables in `ignored`, those
-    which the chat template does not read. `thinking` is not among them if the template reads one of
-    SWITCHES."""
+    """Return the names of the request's fields that have no effect on the prompt. `ignored`: names
+    of template variables that the request sets and the chat template does not read. `thinking` is
+    not among them if the template reads one of SWITCHES and `chat_template_kwargs` does not set it;
+    then `thinking.budget_tokens` is, if the budget has no effect."""
     own = body.chat_template_kwargs or {}
     names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
     if body.thinking is not None and set(ignored) >= SWITCHES - own.keys():
@@ -128,7 +132,10 @@ def _flush(messages: list[dict[str, Any]], role: str, texts: list[dict[str, Any]
 
 
 def _answer(content: str | list[Block], where: str) -> dict[str, Any]:
-    """Return the message of an assistant; its texts are joined without separators."""
+    """Return the message of an assistant in the form of the chat endpoint: its texts, and its
+    reasoning, are each joined without separators; tool calls are listed; redacted reasoning is
+    dropped. Raises InvalidRequest for other blocks. `where`: its path in the request, for
+    errors."""
     turn: dict[str, Any] = {"role": "assistant"}
     for place, block in enumerate(_blocks(content)):
         match block:
@@ -224,7 +231,8 @@ def _grammar(body: CountRequest) -> Any:
 
 
 def unused(body: MessagesRequest) -> list[str]:
-    """Return the names of the request's fields, nested ones included, that have no effect."""
+    """Return the names of the request's fields, nested ones included, that have no effect with any
+    chat template; `unread` returns the others. Names may repeat."""
     notes = [*body.warnings()]
     is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     notes += [f"thinking.{name}" for name in body.thinking.warnings()] if body.thinking is not None else []

@@ -19,7 +19,8 @@ from sglcore.serving.chat.run import count_prompt, start_chat
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add both endpoints to the router."""
+    """Add both endpoints to the router. Counting needs the tokenizer only, so it answers before the
+    model is loaded."""
 
     @router.post(
         "/v1/messages", tags=["messages"], responses=_documented("The message; with `stream`, its events", events="")
@@ -32,7 +33,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/v1/messages/count_tokens", tags=["messages"], responses=_documented("The number of tokens"))
     async def count(body: CountRequest) -> Response:
-        """Count the tokens of a conversation."""
+        """Count the prompt tokens of a conversation, without running the model."""
         check_model(frontend, body.model)
         request = chat_request(body, SamplingParams())
         return as_json({"input_tokens": await count_prompt(frontend, request, "messages")}, body.warnings())

@@ -35,12 +35,14 @@ class BatchStore:
     """The files and batches in one folder, which only one server may use at a time. Files and
     batches are dicts in the form of OpenAI's API.
 
-    A failed write raises StorageError and stores no part of the object.
+    A failed write raises StorageError and stores no part of the object; a failed read raises
+    OSError or sqlite3.Error.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder or make it; removes files that were not stored completely. Raises
-        ConfigError if the folder cannot be used."""
+        """Open the folder, or make it with its parents; removes files that were not stored
+        completely. Raises ConfigError if the folder cannot be used, for example because another
+        server has it open."""
         self._files = folder / "files"
         self._lock = threading.Lock()
         self._unwritten: dict[str, dict[str, Any]] = {}
@@ -74,7 +76,8 @@ class BatchStore:
             self._database.close()
 
     def add_file(self, content: bytes | memoryview, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file; returns its object. `purpose`: "batch" for the input of a batch."""
+        """Store a file under a new id; returns its object. `purpose`: "batch" for the input of a
+        batch, which is not checked here."""
         with self._undone() as made:
             value = self._write((content,), filename, purpose, made)
             with self._lock, self._database:
@@ -82,14 +85,14 @@ class BatchStore:
         return value
 
     def content(self, file_id: str, param: str = "file_id") -> Path:
-        """Return the path of a file's content. Raises InvalidRequest about the request's field
-        `param` if there is no such file."""
+        """Return the path of a file's content. Raises InvalidRequest (status 404) about the
+        request's field `param` if no such file is stored."""
         self.get("files", file_id, param)
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file. Raises InvalidRequest if it does not exist or if it is the input of a
-        batch that has not ended."""
+        """Delete a file. Raises InvalidRequest if it does not exist (status 404) or if it is the
+        input of a batch that has not ended."""
         self.get("files", file_id, "file_id")
         reader = next((each["id"] for each in self.active() if each["input_file_id"] == file_id), None)
         if reader is not None:
@@ -99,14 +102,15 @@ class BatchStore:
         (self._files / file_id).unlink(missing_ok=True)
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """Store a new batch, an object in OpenAI's form with a new id."""
+        """Store a new batch, an object in OpenAI's form with a new id. It does not start it:
+        `BatchRunner.tell` does."""
         with self._transaction():
             self._put("batches", batch)
 
     def get(self, table: str, object_id: str, param: str) -> dict[str, Any]:
         """Return the object of a file or a batch; `table`: "files" or "batches". A batch that has
-        not ended has its current counts. Raises InvalidRequest about the request's field `param` if
-        there is none."""
+        not ended has its current counts. Raises InvalidRequest (status 404) about the request's
+        field `param` if there is none."""
         with self._lock:
             row = self._database.execute(f"SELECT value FROM {table} WHERE id = ?", (object_id,)).fetchone()
         if row is None:
@@ -118,9 +122,10 @@ class BatchStore:
         self, table: str, limit: int, after: str | None, *, ascending: bool = False, purpose: str | None = None
     ) -> dict[str, Any]:
         """Return a page of at most `limit` objects of `table` ("files" or "batches"), newest first
-        unless `ascending`, in OpenAI's form. `after`: the last id of the page before (None: the
-        first page); `purpose`: files of this purpose only (None: all). Raises InvalidRequest if
-        there is no object `after`."""
+        unless `ascending`, in OpenAI's form: a dict with `data`, the ids of its first and last
+        object (None: empty page) and `has_more`. `after`: the last id of the page before (None: the
+        first page); `purpose`: files of this purpose only (None: all). Raises InvalidRequest
+        (status 404) if there is no object `after`."""
         if after is not None:
             self.get(table, after, "after")
         sign, order = (">", "ASC") if ascending else ("<", "DESC")
@@ -134,33 +139,38 @@ class BatchStore:
         return {"object": "list", "data": data, **ends, "has_more": len(found) > limit}
 
     def active(self) -> list[dict[str, Any]]:
-        """Return the objects of the batches that have not ended, oldest first."""
+        """Return the objects of the batches that have not ended (status in ACTIVE), oldest first,
+        without current counts."""
         with self._lock:
             rows = self._database.execute("SELECT value FROM batches ORDER BY number").fetchall()
         return [value for row in rows if (value := self._known(row[0]))["status"] in ACTIVE]
 
     def move(self, batch_id: str, status: str, *, of: Iterable[str] = ACTIVE, **known: Any) -> dict[str, Any]:
-        """Set a batch's `status`, the time of that status, and the fields `known`, if its status is
-        in `of`; otherwise change nothing. Returns the batch, which must exist."""
+        """Set a batch's `status`, the time of that status (`STATUS_at`) and the fields `known`, if
+        its status is in `of`; otherwise change nothing and raise nothing. Returns the batch as it
+        is then; it must exist."""
         with self._transaction():
             return self._move(batch_id, status, of, known)
 
     def add_result(self, batch_id: str, line: int, result: bytes, *, is_answer: bool) -> None:
-        """Store the result of a line (`line`: its number, from 1) as JSON, as it will be in the
-        file of answers or, if not `is_answer`, of errors."""
+        """Store the result of a line (`line`: its number, from 1) as JSON without a newline, as it
+        will be in the file of answers or, if not `is_answer`, of errors. It replaces an earlier
+        result of that line."""
         with self._transaction():
             row = (batch_id, line, is_answer, result)
             self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)
 
     def lines_done(self, batch_id: str) -> set[int]:
-        """Return the numbers of the lines that have results."""
+        """Return the numbers (from 1) of the lines that have results; empty for a batch that has
+        ended, because its results are in files."""
         with self._lock:
             rows = self._database.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))
             return {row[0] for row in rows}
 
     def finish(self, batch_id: str, status: str, **known: Any) -> None:
-        """Write the files of a batch's results, and set its last `status` with the fields `known`,
-        all or nothing. A batch that has ended keeps its status."""
+        """Write the files of a batch's results, at most one of answers and one of errors, and set
+        its last `status` with their ids, the counts and the fields `known`, all or nothing. A batch
+        that has ended keeps its status."""
         with self._transaction() as made:
             known["request_counts"] = self._counts(batch_id)
             for name in self._kinds(batch_id):
@@ -173,7 +183,7 @@ class BatchStore:
 
     def fail(self, batch: dict[str, Any], **known: Any) -> None:
         """Set a batch's status to "failed" with the fields `known`, and write the files of its
-        results if there is space.
+        results if there is space. Does not raise StorageError.
 
         If nothing can be written, the batch has failed all the same in this process, and `settle`
         writes the status later.
@@ -188,9 +198,10 @@ class BatchStore:
         self.settle()
 
     def settle(self) -> bool:
-        """Write the failed batches that are not written yet, if the disk allows it.
+        """Write the status of failed batches that is not written yet, if the disk allows it; does
+        not raise StorageError.
 
-        Return whether all are written.
+        Return whether all are written, also if there were none.
         """
         for batch_id, batch in list(self._unwritten.items()):
             try:
@@ -209,9 +220,10 @@ class BatchStore:
 
     @contextmanager
     def _undone(self) -> Iterator[list[Path]]:
-        """Yield a list for paths of new files, which are removed again if the block fails.
+        """Yield a list to which the block appends paths of new files; they are removed again if the
+        block fails.
 
-        An error of the disk is raised as StorageError.
+        An OSError or sqlite3.Error of the block is raised as StorageError, other errors unchanged.
         """
         made: list[Path] = []
         try:
@@ -228,7 +240,8 @@ class BatchStore:
         self, content: Iterable[bytes | memoryview], filename: str, purpose: str, made: list[Path]
     ) -> dict[str, Any]:
         """Write the pieces of `content` to a new file, which is durable afterwards, and append its
-        path to `made`; returns its object."""
+        path to `made` before writing; returns its object. The database does not get the object
+        here."""
         file_id, size = f"file-{secrets.token_hex(12)}", 0
         made.append(self._files / file_id)
         with made[-1].open("xb") as stream:
@@ -240,27 +253,28 @@ class BatchStore:
         return {"id": file_id, "object": "file", **known, "status": "processed"}
 
     def _kinds(self, batch_id: str) -> list[str]:
-        """Return the kinds of result files that a batch gets: "output" if a line was answered,
-        "error" if one failed."""
+        """Return the kinds of result files that a batch gets, in this order: "output" if a line was
+        answered, "error" if one failed. The caller holds the lock."""
         rows = self._database.execute("SELECT DISTINCT is_answer FROM results WHERE batch = ?", (batch_id,))
         return sorted(("output" if row[0] else "error" for row in rows), reverse=True)
 
     def _results(self, batch_id: str, kind: str) -> Iterator[bytes]:
-        """Return an iterator over the lines of a batch's result file of this kind, each with its
-        newline."""
+        """Return an iterator over the lines of a batch's result file of this kind ("output" or
+        "error"), by line number, each with its newline. The caller holds the lock until its end."""
         rows = self._database.execute(
             "SELECT value FROM results WHERE batch = ? AND is_answer = ? ORDER BY line", (batch_id, kind == "output")
         )
         return (row[0] + b"\n" for row in rows)
 
     def _drop_old_results(self) -> None:
-        """Remove results of ended batches, which may have stayed because the disk was full."""
+        """Remove results of ended batches, which may have stayed because the disk was full. If it
+        still cannot be written to, nothing is removed or raised."""
         names = ", ".join(f"'{each['id']}'" for each in self.active())
         with suppress(StorageError), self._transaction():
             self._database.execute(f"DELETE FROM results WHERE batch NOT IN ({names})")
 
     def _known(self, text: str) -> dict[str, Any]:
-        """Return the object of a row's JSON, or its newer state that is not written yet."""
+        """Return the object in the JSON of a row, or its newer state that is not written yet."""
         value: dict[str, Any] = json.loads(text)
         return self._unwritten.get(value["id"], value)
 
@@ -279,7 +293,8 @@ class BatchStore:
         self._database.execute(f"INSERT INTO {table} (id, value) VALUES (?, ?)", (value["id"], json.dumps(value)))
 
     def _shown(self, table: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the object; a batch that has not ended gets its current counts."""
+        """Return `value`, an object of `table`; a batch that has not ended gets its current counts,
+        in place. The caller must not hold the lock."""
         if table == "batches" and value["status"] in ACTIVE:
             with self._lock:
                 value["request_counts"] = self._counts(value["id"])

@@ -34,9 +34,11 @@ class _Written(msgspec.Struct):
 def read_lines(
     content: Iterable[bytes], endpoint: str, longest: int = LONGEST_LINE
 ) -> tuple[list[Line], list[dict[str, Any]]]:
-    """Return the requests in a file's lines, and the file's faults in OpenAI's form. Each line must
-    be for `endpoint` and have at most `longest` bytes; empty lines are skipped. If there is a
-    fault, no request may be run."""
+    """Return the requests in a file's lines, and the file's faults in OpenAI's form: at most
+    MOST_FAULTS, and lines after these are not read. Each line must be a POST for `endpoint` with
+    its own custom id, without a stream, and have at most `longest` bytes; empty lines are skipped.
+    A file without requests is a fault. If there is a fault, no request may be run, although the
+    list has some."""
     lines: list[Line] = []
     faults: list[dict[str, Any]] = []
     names: set[str] = set()
@@ -64,8 +66,9 @@ def read_lines(
 
 
 def _wrong(written: _Written, endpoint: str, names: set[str]) -> tuple[str, str, str] | None:
-    """Return the code, message and field of a line's fault; None if it is valid. `names`: custom
-    ids of earlier lines."""
+    """Return the code, message and field of the fault of one line; None if it is valid. `names`:
+    custom ids of earlier lines. The request's own body is not checked, except that it does not
+    stream."""
     if written.custom_id in names:
         return "duplicate_custom_id", f"custom_id {written.custom_id[:60]!r} is on an earlier line", "custom_id"
     if written.method != "POST":

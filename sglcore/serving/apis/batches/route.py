@@ -28,7 +28,9 @@ Order = Annotated[Literal["asc", "desc"], Query()]
 
 
 class BatchBody(Body):
-    """A request to run the requests in a file, all for one endpoint."""
+    """A request to run the requests in the stored file `input_file_id`, all for one endpoint. The
+    file's lines are checked later: faults are in the batch's `errors`. `metadata` is only
+    stored."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
@@ -37,7 +39,9 @@ class BatchBody(Body):
 
 
 class FileObject(Answer):
-    """A stored file; `bytes` is the size of its content, `created_at` is in seconds since 1970."""
+    """A stored file; `bytes` is the size of its content, `created_at` is in seconds since 1970;
+    `purpose` is "batch" for an uploaded file, "batch_output" for results; `status` is always
+    "processed"."""
 
     id: str
     object: str
@@ -49,7 +53,8 @@ class FileObject(Answer):
 
 
 class Deleted(Answer):
-    """The answer to the deletion of a file."""
+    """The answer to the deletion of a file; `deleted` is always true: a file that cannot be deleted
+    gives an error."""
 
     id: str
     object: str
@@ -95,7 +100,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -
     async def files(
         purpose: str | None = None, limit: Limit = 10000, order: Order = "desc", after: str | None = None
     ) -> Response:
-        """List the stored files."""
+        """List the stored files, a page at a time."""
         ascending = order == "asc"
         page = await asyncio.to_thread(
             opened().page, "files", limit, after, ascending=ascending, purpose=purpose or None
@@ -109,7 +114,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -
 
     @router.delete("/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=(*_GET, 507)))
     async def delete(file_id: str) -> Response:
-        """Delete a file."""
+        """Delete a file that no unfinished batch reads."""
         await asyncio.to_thread(opened().delete_file, file_id)
         return as_json({"id": file_id, "object": "file", "deleted": True})
 
@@ -143,7 +148,7 @@ def _check_size(size: int, most: int) -> None:
 def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
     @router.post("/v1/batches", tags=["batches"], responses=documented(statuses=(*WITH_BODY, 507)))
     async def create(body: BatchBody) -> Response:
-        """Run the requests of a file."""
+        """Create a batch of the requests in a stored file; does not wait until they are run."""
         runner, store = opened(), opened().store
         await asyncio.to_thread(store.content, body.input_file_id, "input_file_id")
         batch = _batch(body)
@@ -153,12 +158,12 @@ def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
 
     @router.get("/v1/batches", tags=["batches"], responses=documented(statuses=_GET))
     async def batches(limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None) -> Response:
-        """List all batches."""
+        """List all batches, newest first, a page at a time."""
         return as_json(await asyncio.to_thread(opened().store.page, "batches", limit, after))
 
     @router.get("/v1/batches/{batch_id}", tags=["batches"], responses=documented(statuses=_GET))
     async def batch(batch_id: str) -> Response:
-        """Return a batch."""
+        """Return a batch with its current counts."""
         return as_json(await asyncio.to_thread(opened().store.get, "batches", batch_id, "batch_id"))
 
     @router.post("/v1/batches/{batch_id}/cancel", tags=["batches"], responses=documented(statuses=(*_GET, 507)))
@@ -195,7 +200,8 @@ def _batch(body: BatchBody) -> dict[str, Any]:
 
 
 def _form() -> dict[str, Any]:
-    """Return the OpenAPI description of the form by which a file is uploaded."""
+    """Return the OpenAPI description of the form by which a file is uploaded, for the endpoint's
+    `openapi_extra`."""
     properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

@@ -32,25 +32,27 @@ log = logging.getLogger("sglcore.serving")
 
 
 class BatchRunner:
-    """Runs the batches of a store one after another, the oldest first, on the caller's event
-    loop."""
+    """Runs the batches of a store one after another, the oldest first, on the caller's event loop;
+    the disk is read and written in threads."""
 
     def __init__(
         self, store: BatchStore, call: Call, at_once: int, *, longest: int = LONGEST_LINE, wait: float = RETRY_SECONDS
     ) -> None:
-        """`at_once`: maximum number of requests in progress; `longest`: maximum bytes of a line;
-        `wait`: seconds before a failed attempt is repeated."""
+        """`call` sends a request to an endpoint of this server; `at_once`: maximum number of
+        requests in progress; `longest`: maximum bytes of a line; `wait`: seconds before an attempt
+        is repeated that failed with status 429 or 503. Nothing runs before `run`."""
         self.store, self._longest = store, longest
         self._call, self._at_once, self._wait = call, at_once, wait
         self._news = asyncio.Event()
 
     def tell(self) -> None:
-        """Call it after a batch was added or cancelled in the store; does not wait."""
+        """Wake `run`, or let it look at its batch now: called after a batch was added or cancelled
+        in the store. Does not wait. Call it on the event loop."""
         self._news.set()
 
     async def run(self) -> None:
-        """Run batches until this task is cancelled. A batch that was interrupted continues at the
-        next start, without the lines that have results."""
+        """Run batches until this task is cancelled; waits for `tell` while there are none. A batch
+        that was interrupted continues at the next start, without the lines that have results."""
         while True:
             self._news.clear()
             active = await self._active()
@@ -60,7 +62,8 @@ class BatchRunner:
                 await self._rest()
 
     async def _active(self) -> list[dict[str, Any]]:
-        """Return the batches that have not ended; retries until the store can be read."""
+        """Return the batches that have not ended, oldest first; retries every `wait` seconds until
+        the store can be read, and logs the first failure."""
         is_told = False
         while True:
             try:
@@ -83,7 +86,8 @@ class BatchRunner:
         await self._news.wait()
 
     async def _try(self, batch: dict[str, Any]) -> None:
-        """Run a batch to its end; an error makes this batch fail and is not raised."""
+        """Run a batch to its end, also one that was begun before; an error makes this batch fail
+        and is logged, not raised."""
         try:
             await self._run(batch)
         except (StorageError, OSError, sqlite3.Error) as error:
@@ -116,10 +120,11 @@ class BatchRunner:
             return read_lines(stream, batch["endpoint"], self._longest)
 
     async def _answer_all(self, batch: dict[str, Any], lines: list[Line]) -> str:
-        """Get a result for each line, and return how the batch ended: completed, cancelled or
-        expired.
+        """Get a result for each line, store it, and return how the batch ended: "completed",
+        "cancelled" or "expired". Waits for that. An error answer is a result too.
 
-        Requests that are still in progress then are cancelled.
+        Requests that are still in progress then are cancelled. Raises StorageError if a result
+        cannot be stored.
         """
         rest = iter(lines)
 
@@ -163,7 +168,7 @@ class BatchRunner:
 
 
 def _pending(workers: list[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Return the tasks that have not ended. Raises the exception of a task that failed."""
+    """Return the tasks that have not ended. Raises the exception of the first task that failed."""
     for worker in workers:
         if worker.done():
             worker.result()

@@ -16,9 +16,10 @@ ENCODED = ("base64", "quoted-printable")
 
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str, bytes | memoryview]]:
-    """Return the fields of a form by name, and the name and content of its part `file`. The content
-    may be a view of `body`. Raises InvalidRequest if there is no file or the body is not such a
-    form."""
+    """Return the fields of a form by name, as text, and the file name ("file" if it has none) and
+    content of its part `file`. The content may be a view of `body`. Raises InvalidRequest if there
+    is no file, and if the body is not a form of that type (status 415) or lacks its last
+    boundary."""
     if not content_type.lower().startswith("multipart/form-data"):
         raise InvalidRequest("the body is not a form", wanted="multipart/form-data", status=415, param="file")
     boundary = _head(f"content-type: {content_type}".encode("latin-1", "replace")).get_boundary()
@@ -41,8 +42,8 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end (exclusive) of each part in `body`. Raises InvalidRequest if the
-    last boundary is missing."""
+    """Yield the start and the end (exclusive) of each part in `body`, its header included. Raises
+    InvalidRequest after these if the last boundary is missing."""
     line = re.compile(rb"(?:\r\n|\A)--" + re.escape(boundary) + rb"(--)?[ \t]*(?=\r\n|\Z)")
     mark, place, begin = b"--" + boundary, 0, None
     while (place := body.find(mark, place)) >= 0:
@@ -59,7 +60,9 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _part(body: bytes, begin: int, end: int) -> tuple[EmailMessage, bytes | memoryview]:
-    """Return the header and the content of the part at begin..end - 1."""
+    """Return the header and the content of the part `body[begin:end]`. The content is a view of
+    `body`, or decoded bytes if the header names an old transfer encoding; both are empty for a part
+    without the empty line after its header."""
     split = body.find(b"\r\n\r\n", begin, end)
     if split < 0:
         return _head(b""), b""

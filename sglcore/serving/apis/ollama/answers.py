@@ -30,7 +30,8 @@ class CallMade(Answer):
 
 
 class MessageMade(Answer):
-    """The assistant's message; in a stream, its new part."""
+    """The assistant's message; in a stream, its new part. `content` is empty where there is no
+    text; `thinking` and `tool_calls` are left out where there are none."""
 
     role: Literal["assistant"]
     content: str
@@ -39,7 +40,8 @@ class MessageMade(Answer):
 
 
 class Timed(Answer):
-    """Durations of an answer in nanoseconds, and the number of prompt tokens."""
+    """The whole duration of an answer in nanoseconds, a `load_duration` of 0, because the model is
+    loaded already, and the number of prompt tokens."""
 
     total_duration: int | None = None
     load_duration: int | None = None
@@ -72,28 +74,33 @@ class OllamaChat(AnswerMade):
 
 
 class OllamaText(AnswerMade):
-    """The answer of /api/generate: the generated text; in a stream, its new part."""
+    """The answer of /api/generate: the generated text; in a stream, its new part. `thinking` is
+    left out where there is none."""
 
     response: str
     thinking: str | None = None
 
 
 class Vectors(Timed):
-    """The answer of /api/embed: vectors of length 1, in the order of the inputs."""
+    """The answer of /api/embed: vectors of length 1, in the order of the inputs; no vectors for an
+    empty input."""
 
     model: str
     embeddings: list[list[float]]
 
 
 class OneVector(Answer):
-    """The answer of /api/embeddings: the vector of a text, not scaled to length 1."""
+    """The answer of /api/embeddings: the vector of a text, not scaled to length 1; an empty list
+    for an empty text."""
 
     embedding: list[float]
 
 
 class Details(Answer):
-    """Facts about a model's files: `quantization_level` is the data type of most of the weights,
-    `parameter_size` the number of parameters, such as 7.2B."""
+    """Facts about a model's files. `format`: safetensors or gguf; `family`: the architecture;
+    `quantization_level`: the quantisation method, or the data type of most of the weights;
+    `parameter_size`: the number of parameters, such as 7.2B (empty: not known). `parent_model` is
+    always empty."""
 
     parent_model: str
     format: str
@@ -104,7 +111,9 @@ class Details(Answer):
 
 
 class Listed(Answer):
-    """The model under one of its names; `size` is the size of its weight files in bytes."""
+    """The model under one of its served names. `name` and `model` both have the name with its tag;
+    `size` is the size of its weight files in bytes; `digest` identifies configuration and weights
+    (64 hexadecimal digits)."""
 
     name: str
     model: str
@@ -114,14 +123,16 @@ class Listed(Answer):
 
 
 class ListedFile(Listed):
-    """A model that can be requested; `modified_at` is the last change of its weight files."""
+    """A model that can be requested; `modified_at` is the last change of its weight files (ISO
+    8601, UTC)."""
 
     modified_at: str
 
 
 class ListedRun(Listed):
     """A loaded model. It stays loaded, so `expires_at` is far in the future; `size_vram` is the
-    size of its weight files in bytes."""
+    size of its weight files in bytes, not the measured use of memory; `context_length` is the
+    maximum number of tokens of a prompt and its answer together."""
 
     expires_at: str
     size_vram: int
@@ -142,8 +153,9 @@ class ModelsLoaded(Answer):
 
 
 class Shown(Answer):
-    """The answer of /api/show: facts about a model. `template` is its Jinja chat template,
-    `parameters` are the default sampling parameters of requests."""
+    """The answer of /api/show: facts about a model. `template` is its Jinja chat template (empty:
+    none), `parameters` are the default sampling parameters of requests, one on each line,
+    `modelfile` has the same as lines of a Modelfile; `model_info`: sizes by GGUF names."""
 
     modelfile: str
     parameters: str

@@ -17,11 +17,13 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class OllamaOptions(SamplingFields):
-    """Sampling parameters by Ollama's names.
+    """Sampling parameters by Ollama's names; None: not given.
 
-    A `num_predict` below 0 means up to the end of the context. Penalties always count over the
-    prompt and the output, as with `repeat_last_n` -1; another value is refused together with a
-    penalty. Options for loading a model have no effect: the model is already loaded.
+    A `num_predict` below 0 means up to the end of the context. `repeat_penalty` and
+    `repetition_penalty` are the same parameter; the first one counts. Penalties always count over
+    the prompt and the output, as with `repeat_last_n` -1; `params_of` refuses another value
+    together with a penalty. Options for loading a model have no effect: the model is already
+    loaded.
     """
 
     num_predict: TokenLimit | None = None
@@ -47,13 +49,15 @@ class OllamaOptions(SamplingFields):
     mirostat_eta: Ignored[float] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, and `repeat_last_n` if it is set and not -1."""
+        """Return the names of the ignored fields that are set, and `repeat_last_n` if it is set and
+        not -1; sorted."""
         window = () if self.repeat_last_n in (None, -1) else ("repeat_last_n",)
         return tuple(sorted((*super().warnings(), *window)))
 
 
 class OllamaFunction(Body):
-    """A function that the assistant called; `arguments` is a JSON object."""
+    """A function that the assistant called; `arguments` is a JSON object. `index` and `description`
+    are accepted and not used."""
 
     name: str
     arguments: dict[str, Any]
@@ -71,8 +75,8 @@ class OllamaCall(Body):
 
 class OllamaMessage(Body):
     """One message of a conversation. A message of role tool answers the call with the id
-    `tool_call_id` or, without one, the first call of the function `tool_name` that has no answer
-    yet."""
+    `tool_call_id` or, without one, the first call of the function `tool_name` (None: of any
+    function) that has no answer yet. `images` are refused, not here but by `chat_request`."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -84,8 +88,8 @@ class OllamaMessage(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> OllamaMessage:
-        """Require `content` for every role but assistant: a template would write the word None for
-        another role."""
+        """Return the message; raise pydantic's error if `content` is missing and the role is not
+        assistant: a template would write the word None. The content may be empty."""
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
         return self
@@ -100,7 +104,8 @@ class OllamaTool(Body):
 
 class AnswerFields(Body):
     """The fields that chats and continued texts share. `stream` is true by default. `format` is
-    "json" or a JSON schema; `think` turns reasoning on or off, or sets its effort."""
+    "json" or a JSON schema (empty: free text); `think` turns reasoning on or off, or is a text that
+    turns it on and names its effort (None: as the template does by default)."""
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"options": OllamaOptions})
 
@@ -116,21 +121,25 @@ class AnswerFields(Body):
     shift: Ignored[bool] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, including those of `options`."""
+        """Return the names of the ignored fields that are set, those of `options` as
+        `options.NAME`."""
         own = () if self.options is None else self.options.warnings()
         return (*super().warnings(), *(f"options.{name}" for name in own))
 
 
 class OllamaChatBody(AnswerFields):
-    """The body of /api/chat: a request for the next message of a conversation."""
+    """The body of /api/chat: a request for the next message of a conversation. Without messages,
+    the answer says only that the model is loaded."""
 
     messages: Items[OllamaMessage] | None = None
     tools: Items[OllamaTool] | None = None
 
 
 class OllamaGenerateBody(AnswerFields):
-    """The body of /api/generate: a request for the answer to a text; with `raw` for the
-    continuation of the text, with `suffix` for the text between prompt and suffix."""
+    """The body of /api/generate: a request for the answer to a text, by the chat template; with
+    `raw` for the continuation of the text, with `suffix` for the text between prompt and suffix.
+    Without a prompt, the answer says only that the model is loaded. `images`, `template` and
+    `context` are refused, not here but by `plain_prompt` and `text_request`."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -142,7 +151,7 @@ class OllamaGenerateBody(AnswerFields):
 
 
 class VectorFields(Body):
-    """The fields that both embedding endpoints share."""
+    """The fields that both embedding endpoints share. `model`: None for the first served name."""
 
     model: str | None = None
     options: Ignored[dict[str, Any]] = None
@@ -151,7 +160,8 @@ class VectorFields(Body):
 
 class OllamaEmbedBody(VectorFields):
     """The body of /api/embed: a request for the vectors of one text or several. Long texts are
-    truncated to the context, unless `truncate` is false."""
+    truncated to the model's maximum, unless `truncate` is false: then they are refused.
+    `dimensions`: the number of values of each vector (None: all)."""
 
     input: str | Items[str]
     truncate: bool | None = None
@@ -159,14 +169,15 @@ class OllamaEmbedBody(VectorFields):
 
 
 class OllamaEmbeddingsBody(VectorFields):
-    """A request for the vector of one text, to the older endpoint /api/embeddings."""
+    """A request for the vector of one text, to the older endpoint /api/embeddings. A long text is
+    truncated to the model's maximum."""
 
     prompt: str
 
 
 class OllamaShowBody(Body):
     """The body of /api/show: a request for facts about a model; `name` is the older name of the
-    field `model`."""
+    field `model`. The endpoint refuses a body with neither."""
 
     model: str | None = None
     name: str | None = None

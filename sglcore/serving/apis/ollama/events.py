@@ -24,8 +24,9 @@ from sglcore.serving.replicas.server_errors import Failure, told
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The content of one line of a stream, or of a whole answer: text, reasoning and complete tool
-    calls."""
+    """The content of one line of a stream, or of a whole answer: text, reasoning (`thinking`) and
+    complete tool calls, each `{id, function: {index, name, arguments}}`. Empty where there is
+    none."""
 
     content: str = ""
     thinking: str = ""
@@ -37,7 +38,8 @@ Shape = Callable[[Said], dict[str, Any]]
 
 
 def as_message(said: Said) -> dict[str, Any]:
-    """Return the content in the form of /api/chat: a `message`."""
+    """Return the content in the form of /api/chat: `{"message": {role, content}}`, with `thinking`
+    and `tool_calls` in the message if there are any."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.thinking:
         message["thinking"] = said.thinking
@@ -47,33 +49,37 @@ def as_message(said: Said) -> dict[str, Any]:
 
 
 def as_text(said: Said) -> dict[str, Any]:
-    """Return the content in the form of /api/generate: `response` and `thinking`."""
+    """Return the content in the form of /api/generate: `response`, and `thinking` if there is any.
+    Tool calls are left out."""
     return {"response": said.content, **({"thinking": said.thinking} if said.thinking else {})}
 
 
 def line(value: Any) -> bytes:
-    """Return the JSON of a value as one line of a stream."""
+    """Return the JSON of a value as one line of a stream, UTF-8 with a line feed."""
     return encode(value) + b"\n"
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """Return the JSON value of a failure in Ollama's form."""
+    """Return a failure in Ollama's form, `{"error": message}`, as a value that is not yet encoded
+    as JSON."""
     return {"error": failure.message}
 
 
 def now() -> str:
-    """Return the current time in the form of `created_at`."""
+    """Return the current time in the form of `created_at`: ISO 8601 in UTC, with microseconds."""
     return written(time.time())
 
 
 def written(seconds: float) -> str:
-    """Return a time, in seconds since 1970, in the form of `created_at` (ISO 8601, UTC)."""
+    """Return a time, in seconds since 1970, in the form of `created_at`: ISO 8601 in UTC, with
+    microseconds, such as `2025-01-31T12:00:00.000000Z`."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class LinesWriter(Writer[ChatRun]):
     """Writes the answer to one request, as a whole or as a stream, with the model name that the
-    request used. `shape`: where the endpoint's answer has the content."""
+    request used. `shape`: the function that puts the content into the endpoint's answer,
+    `as_message` or `as_text`."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: AnswerFields, shape: Shape) -> None:
         super().__init__(frontend, served_name(frontend, body.model))
@@ -86,16 +92,18 @@ class LinesWriter(Writer[ChatRun]):
 
     @property
     def form(self) -> StreamForm:
-        """The form of this stream. Its keep-alive is a line without content, because readers take
-        every line for a part of the answer."""
+        """The content type and keep-alive of this stream. The keep-alive is a line without content,
+        with `done` false, because readers take every line for a part of the answer."""
         return StreamForm(LINES, line(self._part(Said())))
 
     def loaded(self) -> dict[str, Any]:
-        """Return the answer to a request without a prompt: it says that the model is loaded."""
+        """Return the answer to a request without a prompt, for which nothing runs: it has no
+        content and `done_reason` "load"."""
         return {**self._part(Said()), "done": True, "done_reason": "load"}
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole answer; waits for the end of the run. Raises Unanswered if it failed."""
+        """Return the whole answer; waits for the end of the run. Raises Unanswered if its sample
+        failed."""
         await run.ended()
         logprobs: list[Any] = []
         async for event in run:
@@ -106,8 +114,9 @@ class LinesWriter(Writer[ChatRun]):
         return {**self._part(said), **self._ending(run), **self._logprobs(logprobs)}
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded lines as they are generated. An error before the first text is raised
-        before anything is yielded."""
+        """Yield the encoded lines as they are generated; the last one has `done` true and the
+        counts. Raises Unanswered if the sample failed. An error before the first event of the run
+        is raised before anything is yielded."""
         first, others = await run.begin()
         for part in self._lines(first):
             yield part
@@ -119,14 +128,14 @@ class LinesWriter(Writer[ChatRun]):
         yield line({**self._part(Said()), **self._ending(run)})
 
     def on_error(self, error: Exception) -> bytes:
-        """Return the encoded line for an error after the first line."""
+        """Return the encoded line for an error after the first line; it is the last line."""
         return line(error_body(told(error)))
 
     def _part(self, said: Said) -> dict[str, Any]:
         return {"model": self.model, "created_at": now(), **self._shape(said), "done": False}
 
     def _lines(self, event: ChatEvent) -> list[bytes]:
-        """Return the encoded lines of an event.
+        """Return the encoded lines of an event; empty if it has nothing to show.
 
         The event's log-probabilities are in the first line; an empty line is made for them if there
         is no other.
@@ -146,8 +155,8 @@ class LinesWriter(Writer[ChatRun]):
         return self._said(self._blocks.finish())
 
     def _said(self, changes: Sequence[BlockChange]) -> list[Said]:
-        """Return the content of block changes: text and reasoning as they grow, a tool call when it
-        is complete."""
+        """Return the content of block changes, one item for each line: text and reasoning as they
+        grow, a tool call when it is complete. Other changes have no item."""
         found: list[Said] = []
         for change in changes:
             if change.kind == "grew" and change.text and change.block.kind == "text":
@@ -170,7 +179,8 @@ class LinesWriter(Writer[ChatRun]):
         return {"logprobs": chat_logprobs(self._texts, found, self._shown)["content"]} if found else {}
 
     def _ending(self, run: ChatRun) -> dict[str, Any]:
-        """Return the fields of the last line. Raises Unanswered if the run failed."""
+        """Return the fields that the last line, or the whole answer, has in addition: reason,
+        durations, counts, seed. Raises Unanswered if the sample failed."""
         check_answered(run.outputs)
         output: RequestOutput = run.output
         end = time.perf_counter()

@@ -18,7 +18,8 @@ _OWN_NAMES = MappingProxyType({"repetition_penalty": "repeat_penalty"})
 
 
 def listed(frontend: ChatFrontend, card: ModelCard) -> list[dict[str, Any]]:
-    """Return the common fields of an entry for each served name."""
+    """Return the common fields of an entry, those of `Listed`, for each served name, in their
+    order; the names get their tag."""
     about = {"size": card.num_bytes, "digest": card.digest, "details": details(card)}
     return [{"name": name, "model": name, **about} for name in map(tagged, frontend.names)]
 
@@ -29,8 +30,8 @@ def files(frontend: ChatFrontend, card: ModelCard) -> dict[str, Any]:
 
 
 def runs(frontend: ChatFrontend, card: ModelCard) -> dict[str, Any]:
-    """Return the answer of /api/ps: an entry for each served name; none before the model is
-    loaded."""
+    """Return the answer of /api/ps: an entry for each served name; none before the model is loaded.
+    Does not wait."""
     if frontend.info is None:
         return {"models": []}
     about = {"expires_at": NEVER, "size_vram": card.num_bytes, "context_length": frontend.info.max_model_len}
@@ -38,7 +39,8 @@ def runs(frontend: ChatFrontend, card: ModelCard) -> dict[str, Any]:
 
 
 def details(card: ModelCard) -> dict[str, Any]:
-    """Return the field `details` of a model."""
+    """Return the fields of `Details` for a model; `parameter_size` is empty if the card does not
+    know it."""
     return {
         "parent_model": "",
         "format": card.format,
@@ -50,7 +52,8 @@ def details(card: ModelCard) -> dict[str, Any]:
 
 
 def shown(frontend: ChatFrontend, card: ModelCard, name: str) -> dict[str, Any]:
-    """Return the answer of /api/show for a served name. The model must be ready."""
+    """Return the answer of /api/show, the fields of `Shown`, for the served name `name`, which is
+    not checked. The model must be ready (`frontend.info` is not None)."""
     assert frontend.info is not None
     count = {} if card.parameters is None else {"general.parameter_count": card.parameters}
     sizes = {**card.sizes, "context_length": frontend.info.max_model_len}
@@ -71,8 +74,9 @@ def shown(frontend: ChatFrontend, card: ModelCard, name: str) -> dict[str, Any]:
 
 
 def capabilities(frontend: ChatFrontend) -> list[str]:
-    """Return the names of what the model can do, in Ollama's words, such as "tools". The model must
-    be ready."""
+    """Return the names of what the model can do, in Ollama's words: "completion" and perhaps
+    "insert", "tools", "thinking"; or only "embedding"; empty for a model with a classification
+    head. The model must be ready (`frontend.info` is not None)."""
     assert frontend.info is not None
     if not frontend.info.generates:
         return [] if frontend.info.limits["num_labels"] else ["embedding"]
@@ -85,6 +89,7 @@ def capabilities(frontend: ChatFrontend) -> list[str]:
 
 
 def short(count: int) -> str:
-    """Return a number of parameters in short form, such as 7.2B."""
+    """Return a number of parameters in short form, such as 7.2B: one decimal and T, B, M or K;
+    below 1000 the number itself."""
     size, unit = next(((size, unit) for size, unit in _UNITS if count >= size), (1, ""))
     return f"{count / size:.1f}{unit}" if unit else str(count)

@@ -9,13 +9,14 @@ LATEST = ":latest"
 
 
 def tagged(name: str) -> str:
-    """Return a model name with a tag; `:latest` is added if it has none."""
+    """Return a model name with a tag: unchanged if it has a colon, else with `:latest` appended."""
     return name if ":" in name else name + LATEST
 
 
 def served_name(frontend: Frontend, name: str | None) -> str:
-    """Return the served name that equals `name` after the default tag is added to both; without a
-    name, the first served name. Raises InvalidRequest (404) if there is none."""
+    """Return the served name that equals `name` after the default tag is added to both, as the
+    server writes it; for None or "", the first served name. Raises InvalidRequest (status 404) if
+    no served name is equal."""
     if not name:
         return frontend.names[0]
     found = next((each for each in frontend.names if tagged(each) == tagged(name)), None)

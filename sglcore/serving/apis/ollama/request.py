@@ -50,8 +50,9 @@ _OWN_NAMES = MappingProxyType(
 
 
 def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
-    """Return the chat request of a body, which has messages. A last message of the assistant with
-    content and without tool calls is continued. Raises InvalidRequest and SamplingError."""
+    """Return the chat request of a body, which must have messages: IndexError otherwise. A last
+    message of the assistant with content and without tool calls is continued. Tools are offered
+    with `tool_choice` "auto". Raises InvalidRequest, also for images, and SamplingError."""
     messages = _messages(body.messages or ())
     last = messages[-1]
     is_begun = last["role"] == "assistant" and "tool_calls" not in last and bool(last.get("content"))
@@ -69,8 +70,9 @@ def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
 
 
 def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
-    """Return the prompt of /api/generate, and the system text if given, as a chat request. Raises
-    InvalidRequest and SamplingError."""
+    """Return the prompt of /api/generate as a chat request: a message of the user, after the system
+    text if the body has one. Raises InvalidRequest, also for a field of Ollama's that this server
+    does not support, and SamplingError."""
     _check(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return ChatRequest(
@@ -84,8 +86,10 @@ def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
 
 def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
     """Return the prompt of /api/generate that is continued without a chat template: the text with
-    `raw`, or the text to fill in with `suffix`. None: the request is for `text_request`. Raises
-    InvalidRequest."""
+    `raw`, or with `suffix` the text to fill in. None: the body has neither, and `text_request`
+    converts it. Raises InvalidRequest for unsupported fields, for more than one of `raw`, `suffix`
+    and `system`, and if the model cannot fill in; TextError for `suffix` if the server runs without
+    a tokenizer."""
     _check(body)
     prompt = body.prompt or ""
     if body.suffix:
@@ -94,9 +98,10 @@ def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
 
 
 def params_of(body: AnswerFields, frontend: Frontend) -> SamplingParams:
-    """Return the sampling parameters of a body; options left out have the checkpoint's defaults.
+    """Return the sampling parameters of a body, its grammar (`format`) included; options left out
+    have the checkpoint's defaults.
 
-    Raises InvalidRequest and SamplingError.
+    Raises InvalidRequest, with the fields by Ollama's names, and SamplingError.
     """
     options = body.options or OllamaOptions.model_validate({})
     _check_penalties(options)
@@ -114,8 +119,9 @@ def params_of(body: AnswerFields, frontend: Frontend) -> SamplingParams:
 
 
 def unread(body: AnswerFields, ignored: Sequence[str]) -> list[str]:
-    """Return ["think"] if `think` sets only template variables in `ignored`, those which the chat
-    template does not read; else []."""
+    """Return ["think"] if the value of `think` has no effect on the prompt, else []. `ignored`:
+    names of template variables that the chat template does not read. True and false have no effect
+    if both variables in SWITCHES are ignored; a text has none if `reasoning_effort` is."""
     level = {"reasoning_effort"} if isinstance(body.think, str) else set[str]()
     is_unread = body.think is not None and (set(ignored) >= SWITCHES if not level else set(ignored) >= level)
     return ["think"] if is_unread else []
@@ -132,7 +138,8 @@ def _check(body: OllamaGenerateBody) -> None:
 
 def _check_penalties(options: OllamaOptions) -> None:
     """Raise InvalidRequest for a `repeat_last_n` other than -1 together with a penalty that has an
-    effect: penalties always count over the prompt and the output."""
+    effect: penalties always count over the prompt and the output. Without such a penalty, any value
+    passes."""
     penalties = options.given("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
     neutral = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     active = [f"options.{name}" for name, value in penalties.items() if value != neutral[name]]
@@ -180,8 +187,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 class _Calls:
     """The tool calls of a conversation that have no answer so far. In this protocol neither calls
-    nor answers need an id: missing ids are made from positions, so that the same conversation gives
-    the same prompt."""
+    nor answers need an id: missing ids are made from the number of the call, from 1, so that the
+    same conversation gives the same prompt."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -189,7 +196,8 @@ class _Calls:
         """The function name of each call, by its id."""
 
     def made(self, call: OllamaCall) -> dict[str, Any]:
-        """Return a call in the form of the chat endpoint, and remember it as open."""
+        """Return a call in the form of OpenAI's chat endpoint, with arguments as JSON text, and
+        remember it as open."""
         self._count += 1
         name = call.id or f"call{self._count:05d}"  # nine letters and digits, for some templates
         self._open[name] = call.function.name
@@ -197,8 +205,9 @@ class _Calls:
         return {"id": name, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
     def answered(self, message: OllamaMessage) -> dict[str, str]:
-        """Return the id and the function's name of the call that a tool message answers, as far as
-        they are known."""
+        """Return `tool_call_id` and `name` (of the function) of the call that a tool message
+        answers, and remove the call from the open ones. A key is missing if it is not known: no
+        open call fits, and the message does not say it."""
         name = message.tool_call_id or next(
             (name for name, function in self._open.items() if message.tool_name in (None, "", function)), None
         )

@@ -53,7 +53,8 @@ ones."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints to the router."""
+    """Add Ollama's eight endpoints to the router. All but lists and version need a ready model;
+    lists read the checkpoint's files once, in a thread."""
     _add_chat(router, frontend)
     _add_generate(router, frontend)
     _add_vectors(router, frontend)
@@ -93,7 +94,8 @@ def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 async def _continued(body: OllamaGenerateBody, prompt: str, frontend: ChatFrontend) -> ChatRun:
-    """Start and return the run of a prompt that is continued without a chat template."""
+    """Start and return the run of a prompt that is continued without a chat template: the whole
+    text is content. Waits until the engine has the request, not for the answer."""
     params = params_of(body, frontend)
     form = "format" if params.grammar is not None else ""
     return plain_run(await start_runs(frontend, [prompt], params, form=form), params, form)
@@ -106,7 +108,7 @@ def _add_vectors(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/embed", tags=["ollama"], responses=_documented(Vectors))
     async def embed(body: OllamaEmbedBody) -> Response:
-        """Compute the vectors of texts."""
+        """Compute a vector of length 1 for each text, in order."""
         began, name = time.perf_counter(), body.model or served_name(frontend, None)
         inputs = [body.input] if isinstance(body.input, str) else body.input
         asked = {"truncate": body.truncate is not False, "dimensions": body.dimensions}
@@ -122,7 +124,7 @@ def _add_vectors(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/embeddings", tags=["ollama"], responses=_documented(OneVector))
     async def embeddings(body: OllamaEmbeddingsBody) -> Response:
-        """Compute the vector of one text."""
+        """Compute the vector of one text, not scaled to length 1."""
         found = await vectors(body, input=body.prompt, truncate=True) if body.prompt else []
         return as_json({"embedding": found[0].vector.tolist() if found else []}, body.warnings())
 
@@ -137,7 +139,7 @@ def _add_models(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/api/ps", tags=["ollama"], responses=_documented(ModelsLoaded, (401, 403, 500)))
     async def running() -> Response:
-        """List the loaded models."""
+        """List the names of the served model; none before it is loaded."""
         return as_json(models.runs(frontend, await card()))
 
     @router.post("/api/show", tags=["ollama"], responses=_documented(Shown))
@@ -152,13 +154,14 @@ def _add_models(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/api/version", tags=["ollama"], responses=_documented(Version, (401, 403, 500)))
     async def version() -> Response:
-        """Return the version of the protocol."""
+        """Return the version of Ollama's API that this server implements."""
         return as_json({"version": PROTOCOL, "sglcore": __version__})
 
 
 def _once(make: Callable[[], Awaitable[ModelCard]]) -> Callable[[], Awaitable[ModelCard]]:
-    """Return a function that calls `make` at its first call and then returns the same result: the
-    files of a served model do not change. If `make` fails, it is called again."""
+    """Return a function that calls and awaits `make` at its first call and then returns the same
+    result: the files of a served model do not change. If `make` fails, the next call repeats it;
+    calls at the same time before the first result may each call `make`."""
     kept: list[ModelCard] = []
 
     async def get() -> ModelCard:
@@ -170,7 +173,7 @@ def _once(make: Callable[[], Awaitable[ModelCard]]) -> Callable[[], Awaitable[Mo
 
 
 def _unit(vector: np.ndarray) -> np.ndarray:
-    """Return the vector scaled to length 1; a zero vector unchanged."""
+    """Return a vector [N] scaled to length 1, as a new array; a zero vector stays zero."""
     return vector / (float(np.linalg.norm(vector)) or 1.0)
 
 

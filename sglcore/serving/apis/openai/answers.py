@@ -17,8 +17,9 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Numbers of draft tokens that were accepted and rejected. `max_tokens` is the number of tokens
-    that fit into the context after the prompt, if the request allowed more."""
+    """Numbers of draft tokens that were accepted and rejected; left out without draft tokens.
+    `max_tokens` is the number of tokens that fit into the context after the prompt, if the request
+    allowed more (else left out)."""
 
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
@@ -26,7 +27,8 @@ class CompletionTokensDetails(Answer):
 
 
 class Usage(Answer):
-    """Numbers of tokens of a request over all of its prompts and samples."""
+    """Numbers of tokens of a request over all of its prompts and samples. A prompt counts once,
+    however many samples it has; `total_tokens` is the sum of the two numbers before it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,8 +38,8 @@ class Usage(Answer):
 
 
 class PromptProgress(Answer):
-    """The progress of a prompt of `total` tokens: `processed` are done, `cached` of them from the
-    prefix cache."""
+    """The progress of a prompt of `total` tokens: `processed` are done or on the device, `cached`
+    of them from the prefix cache."""
 
     total: int
     cached: int
@@ -45,7 +47,8 @@ class PromptProgress(Answer):
 
 
 class TokenLogprobAnswer(Answer):
-    """One token: its text, its log-probability, its UTF-8 bytes."""
+    """One token: its text, its natural-log probability (-9999.0 stands for zero probability), and
+    its UTF-8 bytes, which may be a part of a character."""
 
     token: str
     logprob: float
@@ -53,7 +56,8 @@ class TokenLogprobAnswer(Answer):
 
 
 class ChosenLogprobAnswer(TokenLogprobAnswer):
-    """A chosen token, and the most likely tokens at its position."""
+    """A chosen token, and the most likely tokens at its position, the most likely first; the chosen
+    one may be missing there."""
 
     top_logprobs: list[TokenLogprobAnswer]
 
@@ -83,7 +87,8 @@ class ToolCallAnswer(Answer):
 
 
 class MessageAnswer(Answer):
-    """The assistant's message; in a stream, its new part."""
+    """The assistant's message; in a stream, its new part, with only the fields that changed.
+    `content` is null for a message that consists of tool calls."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -93,7 +98,9 @@ class MessageAnswer(Answer):
 
 
 class Frame(Answer):
-    """The common fields of completions, chats and every part of their streams."""
+    """The common fields of completions, chats and every part of their streams. `created`: seconds
+    since 1970; `model`: the served name; in a stream, `usage` is in the last part or in every part,
+    and only if requested."""
 
     id: str
     created: int
@@ -103,9 +110,11 @@ class Frame(Answer):
 
 
 class ChoiceEnd(Answer):
-    """The common fields of a choice and its last part, in completions and chats. `seed_used`
-    reproduces the sample. `warnings`: parts of the schema that are not enforced and that the text
-    violates, or the reason why this is not known. `error`: why the sample failed, if it did."""
+    """The common fields of a choice and its last part, in completions and chats. `index`: of the
+    choice, from 0. `stop_reason`: the stop string, or the token of `stop_token_ids`, that ended it
+    (null: it ended for another reason). `seed_used` reproduces the sample. `token_ids` are sent if
+    requested. `warnings`: parts of the schema that are not enforced and that the text violates, or
+    the reason why this is not known. `error`: why the sample failed, if it did."""
 
     index: int
     stop_reason: int | str | None = None
@@ -116,8 +125,8 @@ class ChoiceEnd(Answer):
 
 
 class ChatEnd(ChoiceEnd):
-    """The fields of a chat's choice that say how it ended; `finish_reason` is null in parts before
-    the last."""
+    """The fields of a chat's choice that say how it ended, and its log-probabilities (null: not
+    requested); `finish_reason` is null in parts before the last."""
 
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
@@ -194,7 +203,9 @@ class CompletionChunk(CompletionAnswer):
 
 
 class ModelCard(Answer):
-    """The served model under one of its names."""
+    """The served model under one of its names, `id`; `root` is its first name. `max_model_len`:
+    maximum tokens of a prompt and its answer together (null before the model is loaded); `created`:
+    seconds since 1970 at which this server started."""
 
     id: str
     object: Literal["model"]

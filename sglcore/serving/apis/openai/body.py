@@ -15,8 +15,8 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 
 class Part(Body):
-    """A part of a message's content: text, or a refusal of the assistant. Parts of other types are
-    refused."""
+    """A part of a message's content: text (in `text`), or a refusal of the assistant (in
+    `refusal`). Parts of other types are refused when the body is parsed."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
@@ -34,7 +34,8 @@ class Part(Body):
         return value
 
     def plain(self) -> dict[str, Any]:
-        """Return the part in the form that chat templates read; a refusal becomes text."""
+        """Return the part in the form that chat templates read, `{"type": "text", "text": ...}`; a
+        refusal becomes text."""
         return {"type": "text", "text": self.text if self.type == "text" else self.refusal}
 
 
@@ -46,7 +47,7 @@ class FunctionCall(Body):
 
 
 class CalledTool(Body):
-    """A tool call in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant; `index` has no effect."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -56,7 +57,8 @@ class CalledTool(Body):
 
 class Message(Body):
     """One message of a conversation. A null field is the same as no field, so the message of an
-    answer can be sent back without changes."""
+    answer can be sent back without changes. `reasoning` is another name of `reasoning_content`;
+    `annotations` are not used."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
@@ -72,8 +74,8 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        """Require `content` for every role but assistant: a template would write the word None for
-        another role."""
+        """Return the message; raise pydantic's error if `content` is missing and the role is not
+        assistant: a template would write the word None. The content may be empty."""
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
         return self
@@ -99,7 +101,9 @@ class Message(Body):
 
 
 class Function(Body):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments.
+    `strict` itself has no effect: arguments are enforced, as far as possible, if a call is forced
+    or the answer has a response format."""
 
     name: FunctionName
     description: str | None = None
@@ -108,7 +112,8 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that the model may call; functions are the only kind."""
+    """A tool that the model may call; functions are the only kind, and another type is refused when
+    the body is parsed."""
 
     type: Literal["function"]
     function: Function
@@ -127,15 +132,17 @@ class ChosenName(Body):
 
 
 class ChosenTool(Body):
-    """The function that the model must call."""
+    """The function that the model must call; whether the request has it among its tools is not
+    checked here."""
 
     type: Literal["function"]
     function: ChosenName
 
 
 class TemplateFields(Body):
-    """Fields for the checkpoint's chat template. By default, `add_generation_prompt` is the
-    opposite of `continue_final_message`, which is false."""
+    """Fields for the checkpoint's chat template. By default `continue_final_message` is false, and
+    `add_generation_prompt` is its opposite. `chat_template_kwargs`: further variables of the
+    template."""
 
     tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = None
@@ -147,8 +154,10 @@ class ChatBody(TemplateFields, GenerationFields):
     """The body of /v1/chat/completions: a request for the next message of a conversation.
 
     `max_completion_tokens` and `max_tokens` are the same field (none: up to the end of the
-    context). `chat_template_kwargs` and `reasoning_effort` are passed to the checkpoint's template.
-    With `parallel_tool_calls` false, only the first call of an answer is kept.
+    context); different values are refused by `chat_request`. `chat_template_kwargs` and
+    `reasoning_effort` are passed to the checkpoint's template. `tool_choice` None: "auto" with
+    tools, "none" without. With `parallel_tool_calls` false, only the first call of an answer is
+    kept.
     """
 
     messages: Items[Message] = Field(min_length=1)
@@ -171,7 +180,8 @@ class ChatBody(TemplateFields, GenerationFields):
     verbosity: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, and `tools.function.strict` if a tool has it and no call is
+        """Return the names of fields that the request sets without effect, sorted: the ignored
+        fields, and `tools.function.strict` if a tool sets `strict` to true and no call is
         forced."""
         names = super().warnings()
         if self.tool_choice in (None, "auto", "none") and any(tool.function.strict for tool in self.tools or ()):
@@ -183,7 +193,9 @@ Ids = Annotated[Items[Count], Field(min_length=1)]
 
 
 def _form(value: Any) -> str:
-    """Return the name of a prompt's form, decided by its first item."""
+    """Return the tag of a prompt's form, decided by its first item: "text" (also for other values
+    that are no list), "texts" (also for an empty list), "ids" or "lists" (several prompts as lists
+    of ids)."""
     first = value[0] if isinstance(value, list) and value else ""
     if isinstance(first, str):
         return "texts" if isinstance(value, list) else "text"
@@ -201,12 +213,13 @@ Prompts = Annotated[
 
 
 class CompletionBody(GenerationFields):
-    """The body of /v1/completions: a request to continue texts.
+    """The body of /v1/completions: a request to continue one prompt or several.
 
-    `logprobs`: number of alternatives for each token, 0 for only the chosen one. `echo` puts the
-    prompt before the text, and with `logprobs` its log-probabilities; only then may `max_tokens` be
-    0. `add_special_tokens`: whether a text gets the special tokens that the checkpoint adds to a
-    prompt, such as BOS.
+    `max_tokens` is 16 by default. `logprobs`: number of alternatives for each token, 0 for only the
+    chosen one, None for no log-probabilities. `echo` puts the prompt before the text, and with
+    `logprobs` its log-probabilities; only then may `max_tokens` be 0. `add_special_tokens`: whether
+    a text gets the special tokens that the checkpoint adds to a prompt, such as BOS (None: true).
+    `suffix`, and a `best_of` other than `n`, are refused, not here but by `completion_request`.
     """
 
     prompt: Prompts
@@ -223,5 +236,5 @@ class CompletionBody(GenerationFields):
 
 def as_prompts(found: Any) -> list[Any]:
     """Return the prompts of a value of type `Prompts` as a list, each a text or a list of token
-    ids."""
+    ids; one prompt becomes a list of one."""
     return [found] if isinstance(found, str) or isinstance(found[0], int) else list(found)

@@ -22,11 +22,12 @@ from sglcore.serving.replicas.runs import Runs, check_answered, failure_of
 
 
 class _Writer(Writer[Run]):
-    """The common part of the writers of completions and of chats."""
+    """The common part of the writers of completions and of chats; one serves one request. `id`: the
+    id of the answer."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: GenerationFields, prefix: str, chunk: str) -> None:
         """`prefix`: the beginning of the answer's id; `chunk`: the field `object` of a stream's
-        events."""
+        events. Raises InvalidRequest if the body's model is not served, and NotReady."""
         super().__init__(frontend, body.model)
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._texts, self._chunk = texts, chunk
@@ -36,14 +37,15 @@ class _Writer(Writer[Run]):
         self._tells_usage = self._counts_along or (wanted is not None and bool(wanted.include_usage))
 
     def _frame(self, kind: str) -> dict[str, Any]:
-        """Return the first fields of the answer, or of a stream's event, with `object` set to
-        `kind`."""
+        """Return the first fields of the answer, or of a stream's event, as a new dict: id, object
+        (`kind`), created, model and fingerprint."""
         return {"id": self.id, "object": kind, **self._about, "system_fingerprint": self.fingerprint}
 
     def _chunks(self, runs: Runs) -> Callable[[dict[str, Any]], bytes]:
-        """Return a function that encodes the varying fields of a chunk as an event. The constant
-        fields are encoded once, with the first chunk: only then is the engine's fingerprint known.
-        """
+        """Return a function that encodes the varying fields of a chunk (at least one) as an event.
+        The constant fields are encoded once, with the first chunk: only then is the engine's
+        fingerprint known. The usage of `runs` so far is added to each chunk if the request wants
+        it."""
         is_empty = self._tells_usage and not self._counts_along
         begin = b""
 
@@ -59,8 +61,8 @@ class _Writer(Writer[Run]):
         return chunk
 
     def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the last events of a stream: the usage if requested, and DONE. Raises Unanswered
-        if every sample failed."""
+        """Return the bytes of the last events of a stream: the usage if requested, and DONE. Raises
+        Unanswered if every sample failed."""
         check_answered(outputs)
         usage = {**self._frame(self._chunk), "choices": [], "usage": self._usage(outputs)}
         return (event(usage) if self._tells_usage else b"") + DONE
@@ -110,8 +112,8 @@ class ChatWriter(_Writer[ChatRun]):
         return answer
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield all encoded events; the last one is DONE. If every sample failed, Unanswered is
-        raised in its place."""
+        """Yield all encoded events as they happen; the last one is DONE. If every sample failed,
+        Unanswered is raised in its place; the failure of some is in their last chunk."""
         chunk, begun = self._chunks(run), set[int]()
         async for found in run:
             if found.progress is not None:
@@ -142,7 +144,8 @@ class ChatWriter(_Writer[ChatRun]):
         return {**choice, "token_ids": sample.token_ids} if self._body.return_token_ids else choice
 
     def _first(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """Return the first chunk of sample number `index`, which has the role."""
+        """Return the varying fields of the first chunk of sample number `index`, which has the role
+        and no text; with `return_token_ids` also the prompt's ids."""
         delta = {"role": "assistant", "content": ""}
         first: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
         if self._body.return_token_ids:
@@ -188,8 +191,8 @@ class CompletionWriter(_Writer[Runs]):
         }
 
     async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
-        """Yield all encoded events; the last one is DONE. If every sample failed, Unanswered is
-        raised in its place."""
+        """Yield all encoded events as they happen; the last one is DONE. If every sample failed,
+        Unanswered is raised in its place; the failure of some is in their last chunk."""
         chunk, records = self._chunks(runs), dict[int, CompletionLogprobs]()
         async for place, item in runs.read():
             if isinstance(item, PromptProgress):
@@ -235,9 +238,12 @@ class CompletionWriter(_Writer[Runs]):
     def _part(
         self, index: int, output: RequestOutput, delta: TextDelta, records: dict[int, CompletionLogprobs]
     ) -> dict[str, Any] | None:
-        """Return the new part of choice number `index`; None if there is none yet.
+        """Return the object of choice number `index` (over all prompts) with its new part, `delta`;
+        None if there is nothing to show yet. Its first part begins with the prompt if `echo` is
+        set.
 
-        `records` has an entry for each choice that has begun; it is changed.
+        `records` makes the log-probabilities of each choice that has begun; an entry is added for a
+        new one.
         """
         is_first, ids = index not in records, self._gives_ids
         if self._body.max_tokens == 0:
@@ -271,7 +277,8 @@ class CompletionWriter(_Writer[Runs]):
         return CompletionLogprobs(self._texts, offset=offset, shows_special=self._shows_special)
 
     def _echoed(self, output: RequestOutput) -> str:
-        """Return the text of the prompt if `echo` is set; else empty."""
+        """Return the text of the prompt if `echo` is set, decoded if it was sent as token ids; else
+        empty."""
         if not self._body.echo:
             return ""
         if output.prompt is not None:
@@ -280,9 +287,10 @@ class CompletionWriter(_Writer[Runs]):
 
 
 def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> dict[str, Any]:
-    """Return the fields about the end of a sample: the reason, the requested stop that ended it
-    (None: another reason, or the model's own end token), the seed that reproduces it, the parts of
-    its schema that it violates, and the error if it failed."""
+    """Return the fields about the end of a sample: `reason` as `finish_reason`, the stop string or
+    requested stop token that ended it (None: another reason, or the model's own end token), the
+    seed that reproduces it, the parts of its schema that it violates (left out: none), and the
+    error if it failed."""
     cause = sample.stop_cause
     asked = cause if isinstance(cause, str) or cause in (body.stop_token_ids or ()) else None
     about = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}

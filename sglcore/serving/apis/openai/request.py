@@ -21,8 +21,9 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Prompts, each a text or token ids, and the sampling parameters of their continuations.
-    `form`: the field of the body that constrains the text by a grammar; empty: none."""
+    """Prompts, each a text or token ids, and the sampling parameters of their continuations, which
+    all prompts share. `form`: the name of the body's field that constrains the text by a grammar;
+    empty: none."""
 
     prompts: Sequence[str | Sequence[int]]
     params: SamplingParams
@@ -30,8 +31,9 @@ class CompletionRequest:
 
 
 def completion_request(body: CompletionBody, config: ServerConfig) -> CompletionRequest:
-    """Return the prompts and parameters of a body. `config`: the server's limits. Raises
-    InvalidRequest and SamplingError."""
+    """Return the prompts and parameters of a body; the checkpoint's defaults are not applied.
+    `config`: the server's limits. A `max_tokens` of 0 becomes 1: the writer leaves that token out
+    of the answer. Raises InvalidRequest and SamplingError."""
     _check(body)
     check_streamed(body)
     prompts = as_prompts(body.prompt)
@@ -48,8 +50,9 @@ def completion_request(body: CompletionBody, config: ServerConfig) -> Completion
 
 
 def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatRequest:
-    """Return the chat request of a body. `config`: the server's limits; `request_id`: the id under
-    which the engine runs it. Raises InvalidRequest and SamplingError."""
+    """Return the chat request of a body; the checkpoint's sampling defaults are not applied.
+    `config`: the server's limits; `request_id`: the id under which the engine runs it, which is the
+    id of the answer. Raises InvalidRequest and SamplingError."""
     check_streamed(body)
     shown = alternatives(body.logprobs, body.top_logprobs, config)
     params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=shown)
@@ -67,8 +70,8 @@ def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatR
 
 
 def template_request(body: TemplateFields, messages: Sequence[Message]) -> ChatRequest:
-    """Return a chat request of these messages with default sampling parameters: enough to render
-    its prompt."""
+    """Return a chat request of these messages and the body's template fields, with default sampling
+    parameters: enough to render its prompt. Nothing is rendered or checked yet."""
     adds = body.add_generation_prompt
     return ChatRequest(
         messages=[message.plain() for message in messages],
@@ -90,8 +93,8 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def _choice_of(body: ChatBody) -> Any:
-    """Return the tool choice; by default "auto" with tools and "none" without, as in OpenAI's
-    API."""
+    """Return the tool choice, a word or an object as in OpenAI's API; by default "auto" with tools
+    and "none" without."""
     if body.tool_choice is None:
         return "auto" if body.tools else "none"
     return body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
@@ -105,7 +108,8 @@ def _template_values(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _check(body: CompletionBody) -> None:
-    """Raise InvalidRequest, with the field's name, for values that this server does not support."""
+    """Raise InvalidRequest, with the field's name, for a `suffix`, for a `best_of` other than `n`,
+    and for `max_tokens` 0 without `echo`."""
     if body.suffix:
         raise InvalidRequest(
             "suffix: this server does not fill in between two texts", remedy="leave suffix out", param="suffix"

@@ -34,7 +34,7 @@ their log-probabilities."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints to the router."""
+    """Add all endpoints to the router. The lists of models answer before the model is loaded."""
     _add_generation(router, frontend)
     _add_models(router, frontend)
 
@@ -53,7 +53,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/v1/completions", tags=["completions"], responses=_streamed(CompletionAnswer, CompletionChunk))
     async def completions(body: CompletionBody) -> Response | Stream:
-        """Continue texts."""
+        """Continue one prompt or several."""
         writer = CompletionWriter(frontend, texts, body)
         for name, value in body.given(*_ABOUT_TEXT).items():
             if value is not False:
@@ -93,7 +93,7 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
 
     @router.get("/v1/models/{name:path}", tags=["models"], responses=documented(ModelCard, statuses=(404,)))
     async def one_model(name: str, request: Request) -> Response:
-        """Return one served name."""
+        """Describe one served name; 404 for any other."""
         if not name:
             return await all_models(request)
         check_model(frontend, name)

@@ -27,10 +27,13 @@ Pair = Annotated[Items[Count | float | Literal[False]], Field(min_length=2, max_
 
 
 class LlamaFields(SamplingFields):
-    """How a text is continued, by llama-server's names.
+    """How a text is continued, by llama-server's names; None: not given.
 
-    An `n_predict` of -1 means up to the end of the context. `logit_bias` is an object of token ids
-    and numbers, or a list of pairs of a token id and a number, or false to forbid the token.
+    An `n_predict` of -1 or None means up to the end of the context. `logit_bias` is an object of
+    token ids and numbers, or a list of pairs of a token id and a number, or false to forbid the
+    token. `n_probs`: number of most likely tokens shown with each token (0 or None: no
+    log-probabilities). `grammar` is EBNF; at most one of it and `json_schema`, which `llama_params`
+    checks. `return_tokens`: the whole answer has token ids; parts of a stream always have them.
     """
 
     model: str | None = None
@@ -50,21 +53,24 @@ class LlamaFields(SamplingFields):
 
 
 class LlamaCompletionBody(LlamaFields):
-    """The body of /completion: a request to continue one text or several."""
+    """The body of /completion: a request to continue one prompt or several, each a text or token
+    ids."""
 
     prompt: Prompts
 
 
 class Extra(Body):
-    """A file that gives context; it is put before the prompt."""
+    """A file that gives context; its name and text, each on lines of its own, are put before the
+    prompt."""
 
     filename: str | None = None
     text: str
 
 
 class InfillBody(LlamaFields):
-    """The body of /infill: a request for the text between `input_prefix` and `input_suffix`;
-    `prompt` is the beginning of that text."""
+    """The body of /infill: a request for the text between `input_prefix` and `input_suffix`, after
+    the files `input_extra`; `prompt` is the beginning of the text to generate, which the answer
+    does not repeat."""
 
     input_prefix: str
     input_suffix: str
@@ -73,14 +79,17 @@ class InfillBody(LlamaFields):
 
 
 class ApplyTemplateBody(TemplateFields):
-    """The body of /apply-template: a request to render a conversation as its prompt."""
+    """The body of /apply-template: a request to render a conversation as its prompt, without
+    running the model."""
 
     messages: Items[Message] = Field(min_length=1)
 
 
 def llama_params(body: LlamaFields, config: ServerConfig) -> tuple[SamplingParams, str]:
-    """Return the sampling parameters of a body, and the field that constrains the text by a grammar
-    (empty: none). `config`: the server's limits. Raises InvalidRequest."""
+    """Return the sampling parameters of a body, its grammar included, and the name of the field
+    that constrains the text, "grammar" or "json_schema" (empty: none). `config`: the server's
+    limits. The checkpoint's defaults are not applied. Raises InvalidRequest, with the fields by
+    llama-server's names."""
     check_limit("n_probs", body.n_probs, config.max_logprobs)
     form, grammar = _form(body)
     if body.repeat_penalty is not None:

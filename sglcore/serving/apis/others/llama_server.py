@@ -39,13 +39,14 @@ _ONE_OR_MORE = ("object", "array")
 
 
 class PromptAnswer(Answer):
-    """The answer of /apply-template: the prompt of a conversation, by the chat template."""
+    """The answer of /apply-template: the prompt of a conversation as text, by the chat template."""
 
     prompt: str
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints to the router."""
+    """Add the five endpoints to the router. /props and /slots do not wait; they raise NotReady
+    until requests are accepted."""
     texts = TokenTexts(frontend.codec)
 
     async def run(body: LlamaFields, prompts: list[Any]) -> Response | Stream:
@@ -61,12 +62,12 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/completion", tags=["llama-server"], responses=said)
     async def completion(body: LlamaCompletionBody) -> Response | Stream:
-        """Continue texts."""
+        """Continue one prompt or several."""
         return await run(body, as_prompts(body.prompt))
 
     @router.post("/infill", tags=["llama-server"], responses=said)
     async def infill(body: InfillBody) -> Response | Stream:
-        """Fill in between two texts."""
+        """Generate the text between two texts."""
         files = "".join(f"{each.filename or ''}\n{each.text}\n" for each in body.input_extra or ())
         given = (body.input_prefix, body.input_suffix)
         prompt = filled(frontend, *given, param="input_suffix", instead="use /completion")
@@ -74,7 +75,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/apply-template", tags=["llama-server"], responses=documented(PromptAnswer))
     async def apply_template(body: ApplyTemplateBody) -> Response:
-        """Return a conversation as its prompt."""
+        """Render a conversation as its prompt, without running the model."""
         with blame("messages"):
             rendered = await render(frontend, template_request(body, body.messages))
         return as_json({"prompt": rendered.text}, body.warnings())
@@ -116,11 +117,12 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _slots(frontend: ChatFrontend) -> list[dict[str, Any]]:
-    """Return an entry for each place where a sample can run, the first ones with the samples that
-    run.
+    """Return an entry for each place where a sample can run in any engine, in llama-server's form;
+    the first entries have the samples that run, the rest have `is_processing` false. The position
+    says nothing about the place in an engine.
 
-    Samples with tokens run for certain; of the others, as many are listed as the engines report as
-    running.
+    Samples with tokens run for certain; of the others, so many are listed that the sum equals the
+    number of running requests that the engines reported last.
     """
     assert frontend.info is not None
     open_ones = [
@@ -156,7 +158,7 @@ def _task(generation: Generation, sample: Completion) -> dict[str, Any]:
 
 class _Writer(Writer[Runs]):
     """Writes the answer to one request, as a whole (a list if there are several prompts) or as a
-    stream."""
+    stream of server-sent events."""
 
     def __init__(self, frontend: ChatFrontend, body: LlamaFields, texts: TokenTexts) -> None:
         super().__init__(frontend, body.model)
@@ -165,15 +167,17 @@ class _Writer(Writer[Runs]):
         self._began = time.perf_counter()
 
     async def answer(self, run: Runs) -> Any:
-        """Return the whole answer; waits for all prompts. Raises Unanswered if all failed."""
+        """Return the whole answer, an object for each prompt: bare for one prompt, a list for
+        several. Waits for all prompts. Raises Unanswered if all failed."""
         outputs = await run.wait()
         check_answered(outputs)
         found = [self._end(place, output) for place, output in enumerate(outputs)]
         return found[0] if len(found) == 1 else found
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded parts of the texts, and for each prompt a last event. Raises Unanswered
-        if all prompts failed."""
+        """Yield the encoded parts of the texts, each with its prompt's `index`, and for each prompt
+        a last event with counts and without text. Raises Unanswered after these if all prompts
+        failed."""
         async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
@@ -185,7 +189,8 @@ class _Writer(Writer[Runs]):
         check_answered(run.outputs)
 
     def _end(self, place: int, output: RequestOutput) -> dict[str, Any]:
-        """Return the whole answer to prompt number `place`."""
+        """Return the whole answer to prompt number `place` (from 0) in llama-server's form; of a
+        stream, its last event has the same fields with text and tokens emptied."""
         sample, prompt = output.outputs[0], len(output.prompt_token_ids)
         made, seconds = len(sample.token_ids), max(time.perf_counter() - self._began, 1e-9)
         return {
@@ -225,7 +230,8 @@ class _Writer(Writer[Runs]):
         }
 
     def _probabilities(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """Return the field with the tokens' log-probabilities, if `n_probs` is set."""
+        """Return the field `completion_probabilities` with an entry for each token of `found`
+        (None: no entries); empty if the request does not set `n_probs`."""
         if not self._body.n_probs:
             return {}
         shown = chat_logprobs(self._texts, found or (), self._body.n_probs)["content"]
@@ -234,9 +240,9 @@ class _Writer(Writer[Runs]):
 
 
 def _stop(sample: Completion) -> dict[str, Any]:
-    """Return the fields that say how a text ended. `stop_type`: "word" for a stop string, which is
-    then the `stopping_word` (otherwise empty), "eos" for the model's end token or a stop token id,
-    "limit" for the token limit, "none" for any other ending."""
+    """Return the fields that say how a text ended. `stop_type`: "word" for a stop string or stop
+    pattern, which is then the `stopping_word` (otherwise empty), "eos" for the model's end token or
+    a stop token id, "limit" for the token limit, "none" for any other ending."""
     word = sample.stop_cause if isinstance(sample.stop_cause, str) else ""
     kind = "word" if word else {"stop": "eos", "length": "limit"}.get(sample.finish_reason or "", "none")
     return {"stop_type": kind, "stopping_word": word}

@@ -40,7 +40,10 @@ _OWN_NAMES = MappingProxyType(
 
 
 class SglangSampling(SamplingFields):
-    """Sampling parameters by SGLang's names."""
+    """Sampling parameters by SGLang's names; None: not given. `max_new_tokens` is 128 by default.
+    `min_new_tokens` and `sampling_seed` count before `min_tokens` and `seed`. At most one of
+    `json_schema`, `regex`, `ebnf` and `structural_tag` is accepted, which `_params` checks.
+    `no_stop_trim`: the text includes the stop string."""
 
     max_new_tokens: Positive | None = None
     min_new_tokens: Count | None = None
@@ -58,7 +61,9 @@ class SglangSampling(SamplingFields):
 
 class GenerateBody(Body):
     """The body of /generate: a request to continue one prompt or several, each a text or a list of
-    token ids."""
+    token ids. Exactly one of `text` and `input_ids` is accepted, which the endpoint checks.
+    `top_logprobs_num` has an effect only with `return_logprob`; `rid`: the id of the request (None:
+    a new one)."""
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"sampling_params": SglangSampling})
 
@@ -72,13 +77,14 @@ class GenerateBody(Body):
 
     @property
     def is_list(self) -> bool:
-        """Whether the answer is a list: for a list of prompts, or for several samples."""
+        """Whether the answer is a list: for a list of prompts, even of one, or for several samples
+        (`n` above 1)."""
         samples = self.sampling_params.n if self.sampling_params is not None else None
         return isinstance(self.text, list) or isinstance((self.input_ids or [0])[0], list) or (samples or 1) > 1
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add the endpoint to the router."""
+    """Add POST /generate to the router."""
     texts = TokenTexts(frontend.codec)
 
     @router.post(
@@ -91,7 +97,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         ),
     )
     async def generate(body: GenerateBody) -> Response | Stream:
-        """Continue texts."""
+        """Continue one prompt or several."""
         writer = _Writer(frontend, texts, body)
         prompts = _prompts(body)
         check_limit("text", len(prompts), frontend.config.max_prompts, "prompts")
@@ -105,7 +111,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 class _Writer(Writer[Runs]):
     """Writes the answer to one request, as a whole (a list for a list of prompts, or for several
-    samples) or as a stream."""
+    samples) or as a stream of server-sent events."""
 
     def __init__(self, frontend: ChatFrontend, texts: TokenTexts, body: GenerateBody) -> None:
         super().__init__(frontend)
@@ -113,14 +119,18 @@ class _Writer(Writer[Runs]):
         self._reads_text = frontend.codec.reads_text
 
     async def answer(self, run: Runs) -> Any:
-        """Return the whole answer; waits for all samples. Raises Unanswered if all failed."""
+        """Return the whole answer, an object for each sample, ordered by prompt and then by sample:
+        a bare object unless the answer is a list. Waits for all samples. Raises Unanswered if all
+        failed."""
         outputs = await run.wait()
         check_answered(outputs)
         found = [self._sample(output, sample) for output in outputs for sample in output.outputs]
         return found if self._is_list else found[0]
 
     def _sample(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
-        """Return the answer's object of a sample, as far as it has been generated."""
+        """Return the answer's object of a sample, as far as it has been generated: `text`,
+        `output_ids` and `meta_info` (counts, latency in seconds, finish reason, None while it runs,
+        and the log-probabilities if requested)."""
         about: dict[str, Any] = {
             "id": output.request_id,
             "finish_reason": _ending(sample),
@@ -144,8 +154,9 @@ class _Writer(Writer[Runs]):
         return self._texts.text(token_id) if self._reads_text else None
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
-        """Yield an encoded event for each new part of a sample, with the whole sample so far; the
-        last event is DONE. If all samples failed, Unanswered is raised in its place."""
+        """Yield an encoded event for each new part of a sample, with the whole sample so far, and
+        its `index` if the answer is a list; the last event is DONE. If all samples failed,
+        Unanswered is raised in its place."""
         async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
@@ -172,8 +183,9 @@ def _prompts(body: GenerateBody) -> list[Any]:
 
 
 def _params(body: GenerateBody, frontend: ChatFrontend) -> tuple[SamplingParams, str]:
-    """Return the sampling parameters of a body, and the field that constrains the text by a grammar
-    (empty: none). Raises InvalidRequest."""
+    """Return the sampling parameters of a body, with the checkpoint's defaults and its grammar, and
+    the name of the field that constrains the text, such as "sampling_params.regex" (empty: none).
+    Raises InvalidRequest, with the fields by SGLang's names, also for several such fields."""
     given = body.sampling_params or SglangSampling.model_validate({})
     bound = given.given(*_FORMS)
     if len(bound) > 1:

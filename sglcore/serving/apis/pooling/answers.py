@@ -9,14 +9,16 @@ from sglcore.serving.apis.answer import Answer
 
 
 class PoolingUsage(Answer):
-    """Numbers of tokens of all inputs together."""
+    """The number of tokens of all inputs together; both fields are equal, because nothing is
+    generated."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class PoolingAnswer(Answer):
-    """The common fields of answers to embedding, scoring, reranking and classification."""
+    """The common fields of answers to embedding, scoring, reranking and classification. `model`:
+    the served name; `system_fingerprint` changes with whatever may change a result."""
 
     model: str
     system_fingerprint: str
@@ -24,7 +26,8 @@ class PoolingAnswer(Answer):
 
 
 class Embedding(Answer):
-    """The vector of input number `index`: numbers, or base64 of float32 in little-endian order."""
+    """The vector of input number `index` (from 0): a list of numbers, or with `encoding_format`
+    "base64" the base64 of its float32 values in little-endian order."""
 
     object: Literal["embedding"]
     index: int
@@ -39,8 +42,8 @@ class EmbeddingAnswer(PoolingAnswer):
 
 
 class Score(Answer):
-    """The score of pair number `index`: the output of the classification head, or the cosine of two
-    vectors."""
+    """The score of pair number `index` (from 0): the output of a classification head with one
+    label, or, from a model without one, the cosine of the vectors of the two texts."""
 
     object: Literal["score"]
     index: int
@@ -63,7 +66,9 @@ class DocumentAnswer(Answer):
 
 
 class Ranked(Answer):
-    """A document's index in the request, and its relevance to the query."""
+    """A document's index in the request (from 0), and its relevance to the query, in which higher
+    is more relevant. `document` is left out unless the request wants it (`return_documents`; by
+    default, only /v1/rerank has it)."""
 
     index: int
     relevance_score: float
@@ -71,15 +76,15 @@ class Ranked(Answer):
 
 
 class RerankAnswer(PoolingAnswer):
-    """The documents, the most relevant first."""
+    """The documents, the most relevant first, at most `top_n` of the request."""
 
     id: str
     results: list[Ranked]
 
 
 class Label(Answer):
-    """The most probable label of input number `index`, and the probabilities of all labels in their
-    order."""
+    """The most probable label of input number `index` (from 0), and the probabilities of all
+    `num_classes` labels in the order of the checkpoint."""
 
     index: int
     label: str

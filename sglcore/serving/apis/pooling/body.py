@@ -16,8 +16,9 @@ OneOrMore = Annotated[Texts, BeforeValidator(lambda found: [found] if isinstance
 
 class PoolingFields(Body):
     """The common fields of these requests. `truncate_prompt_tokens` is the number of tokens to
-    which longer texts are truncated, or -1 for the maximum of the model; `truncate` true is the
-    same as -1. Without both, texts that are too long are refused."""
+    which longer inputs are truncated, or -1 for the maximum of the model; `truncate` true is the
+    same as -1 and has no effect if `truncate_prompt_tokens` is set. Without both, inputs above the
+    maximum are refused."""
 
     model: str | None = None
     truncate_prompt_tokens: CountOrAll | None = None
@@ -26,17 +27,18 @@ class PoolingFields(Body):
 
     @property
     def most(self) -> int | None:
-        """The number of tokens to which longer texts are truncated, -1 for the model's maximum;
-        None: they are refused."""
+        """The number of tokens to which longer inputs are truncated, -1 for the model's maximum;
+        None: inputs above the maximum are refused."""
         if self.truncate_prompt_tokens is not None:
             return self.truncate_prompt_tokens
         return -1 if self.truncate else None
 
 
 class EmbeddingBody(PoolingFields):
-    """A request for the vectors of one input or several. `dimensions` keeps the first numbers of
-    each vector, scaled to length 1 if the whole vector has length 1; `prompt_name` names a prompt
-    of the checkpoint, which is put before each text."""
+    """A request for the vectors of one input or several, each a text or token ids. `dimensions`
+    keeps the first numbers of each vector, scaled to length 1 if the whole vector has length 1;
+    `prompt_name` names a prompt of the checkpoint, which is put before each text (None: the
+    checkpoint's default prompt, if it has one). `encoding_format`: "float" by default."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -46,21 +48,24 @@ class EmbeddingBody(PoolingFields):
 
 class ScoreBody(PoolingFields):
     """A request to score pairs of texts: one `text_1` with each `text_2`, or each `text_1` with the
-    `text_2` at the same place."""
+    `text_2` at the same place. Other numbers of texts are refused by the endpoint, not here. A
+    single text may be sent without a list."""
 
     text_1: OneOrMore
     text_2: OneOrMore
 
 
 class DocumentText(Body):
-    """A document as an object."""
+    """A document as an object; `documents` may also have plain texts."""
 
     text: str
 
 
 class RerankBody(PoolingFields):
     """A request to sort documents by their relevance to a query and to return the first `top_n`
-    (all by default). `max_tokens_per_doc` truncates each document before."""
+    (all by default). Each document is cut to its first `max_tokens_per_doc` tokens before it is
+    scored (None: not cut). `return_documents`: whether the answer has their texts, as scored (by
+    default true for /v1/rerank, false for /v2/rerank)."""
 
     query: str
     documents: Annotated[Items[str | DocumentText], Field(min_length=1)]
@@ -70,6 +75,6 @@ class RerankBody(PoolingFields):
 
 
 class ClassifyBody(PoolingFields):
-    """A request for the labels of one input or several."""
+    """A request for the labels of one input or several, each a text or token ids."""
 
     input: Prompts

@@ -28,22 +28,25 @@ UNIT = 1e-3
 @dataclass(frozen=True, slots=True)
 class Scored:
     """The answer's numbers for a request to score or rerank: the score of each pair, in order, and
-    the number of tokens of all texts."""
+    the number of tokens that the model read. For cosines each different text is read once, however
+    many pairs have it."""
 
     values: list[float]
     tokens: int
 
 
 def described(frontend: Frontend, body: PoolingFields, tokens: int) -> dict[str, Any]:
-    """Return the fields of an answer about the model and its `tokens` input tokens. Raises
-    InvalidRequest for a model name that is not served."""
+    """Return the fields `model`, `system_fingerprint` and `usage` of an answer to a request with
+    `tokens` input tokens in all. Raises InvalidRequest for a model name that is not served."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"model": check_model(frontend, body.model), "system_fingerprint": fingerprint(frontend), "usage": usage}
 
 
 async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
-    """Return the vectors of a body's inputs, cut to the `dimensions` that it requests. Waits.
-    Raises InvalidRequest if the model does not embed."""
+    """Return the vectors of a body's inputs, in order, cut to the `dimensions` that it requests,
+    and their numbers of tokens. Waits for the engine. Raises InvalidRequest if the model does not
+    embed or is not served by that name, for too many inputs, an input that is too long, and
+    `dimensions` above the model's; and NotReady."""
     inputs = as_prompts(body.input)
     _check(frontend, body, "input", len(inputs))
     _check_embeds(frontend)
@@ -59,9 +62,10 @@ async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
 
 
 async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[str, str]], param: str) -> Scored:
-    """Return how well the texts of each pair match: the output of the model's head if it has one
-    label, else the cosine of their vectors. Waits. `param`: the field of the second texts, for
-    errors. Raises InvalidRequest if the model does neither."""
+    """Return how well the texts of each pair match: the output of the model's classification head
+    if it has one label, else the cosine of their vectors. Waits for the engine. `param`: the field
+    of the second texts, for errors. Raises InvalidRequest if the model does neither, for too many
+    pairs and for a text that is too long; and NotReady."""
     _check(frontend, body, param, len(pairs))
     assert frontend.info is not None
     if frontend.info.limits["num_labels"] == 1:
@@ -77,7 +81,8 @@ async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[
 
 
 async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> list[str]:
-    """Return the first `tokens` tokens of each text, as text.
+    """Return the beginning of each text, up to the end of its first `tokens` tokens; a text that
+    has no more is returned whole.
 
     Long texts are tokenised in a thread, outside the event loop.
     """
@@ -89,8 +94,9 @@ async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> li
 
 
 async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[str, Any]], int]:
-    """Return label and probabilities of each input in the form of the answer, and the number of
-    tokens of all. Waits. Raises InvalidRequest if the model has no classification head."""
+    """Return label and probabilities of each input, in order, as values of the answer's `data`, and
+    the number of tokens of all inputs. Waits for the engine. Raises InvalidRequest if the model has
+    no classification head, for too many inputs and for one that is too long; and NotReady."""
     inputs = as_prompts(body.input)
     _check(frontend, body, "input", len(inputs))
     assert frontend.info is not None
@@ -109,8 +115,9 @@ async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[
 
 
 async def _pooled(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[Pooled]:
-    """Return the model's result for each text, truncated to `most` tokens (-1: to the model's
-    maximum; None: a longer text is refused).
+    """Return the model's result for each text, in order; waits for all. A text is truncated to
+    `most` tokens, or to the model's maximum if `most` is -1 or larger than that. None: a text above
+    the maximum is refused.
 
     Long texts are tokenised in a thread, outside the event loop.
     """
@@ -144,7 +151,7 @@ def _check(frontend: Frontend, body: PoolingFields, param: str, texts: int) -> N
 
 def _check_embeds(frontend: Frontend) -> None:
     """Raise InvalidRequest if the model generates text, or has a classification head: then it has
-    no embeddings. An engine must be ready (`frontend.info`)."""
+    no embeddings. `frontend.info` must not be None: `check_ready` must have passed."""
     assert frontend.info is not None
     if frontend.info.generates:
         raise _wrong_model(
@@ -157,15 +164,17 @@ def _check_embeds(frontend: Frontend) -> None:
 
 
 def _wrong_model(found: str, wanted: str, own: str, code: str = "model_does_not_embed") -> InvalidRequest:
-    """Return the error for a model that does not have the requested kind of answer; `own`: the
-    endpoints that it serves."""
+    """Return, not raise, the error for a model that does not have the requested kind of answer.
+    `found` continues "this model"; `wanted`: the kind of model that has it; `own`: the endpoints to
+    use with this model; `code`: for programs."""
     remedy = f"use {own}, or serve such a model"
     return InvalidRequest(f"this model {found}", wanted=wanted, remedy=remedy, param="model", code=code)
 
 
 def _shortened(vector: np.ndarray, size: int) -> np.ndarray:
-    """Return the first `size` numbers of a vector, scaled to length 1 if the whole vector has
-    length 1 (Kusupati et al. 2022, Matryoshka)."""
+    """Return the first `size` numbers of a vector of shape [N], `size` at most N, scaled to length
+    1 if the whole vector has length 1 (Kusupati et al. 2022, Matryoshka). With `size` N the vector
+    itself is returned."""
     if size == len(vector):
         return vector
     is_unit = abs(float(np.linalg.norm(vector)) - 1.0) < UNIT

@@ -19,11 +19,12 @@ from sglcore.serving.replicas.server_errors import InvalidRequest
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add all endpoints to the router."""
+    """Add the five endpoints to the router: embeddings, score, classify, and rerank in two
+    versions. They wait for an engine's answer."""
 
     @router.post("/v1/embeddings", tags=["embeddings"], responses=documented(EmbeddingAnswer))
     async def embeddings(body: EmbeddingBody) -> Response:
-        """Compute the vectors of texts."""
+        """Compute a vector for each input, in order."""
         found = await embedded(frontend, body)
         data = [
             {"object": "embedding", "index": place, "embedding": _written(one.vector, body.encoding_format)}
@@ -77,7 +78,7 @@ def _add_rerank(router: APIRouter, frontend: Frontend, path: str) -> None:
 def _add_classify(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/v1/classify", tags=["scores"], responses=documented(ClassifyAnswer))
     async def classify(body: ClassifyBody) -> Response:
-        """Classify texts."""
+        """Return the most probable label, and the probabilities of all labels, of each input."""
         labels, tokens = await classified(frontend, body)
         return as_json({**_listed("classify", labels), **described(frontend, body, tokens)}, body.warnings())
 

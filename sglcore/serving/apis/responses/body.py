@@ -41,8 +41,8 @@ Part = Annotated[
 
 
 class MessageItem(Body):
-    """A message of the conversation; `id`, `status` and `phase` occur in an answer that is sent
-    back and are not used."""
+    """A message of the conversation; role developer is the same as system. `id`, `status` and
+    `phase` occur in an answer that is sent back and are not used."""
 
     type: Literal["message"] = "message"
     role: Role
@@ -53,7 +53,8 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A tool call of the model. `arguments` is JSON text."""
+    """A tool call of the model in an earlier answer. `call_id` names it for its result, `id` is not
+    used. `arguments` is JSON text; empty text counts as `{}`."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -66,7 +67,8 @@ class CallItem(Body):
 
 
 class CallOutputItem(Body):
-    """The result of a tool call."""
+    """The result of a tool call: `call_id` is that of an earlier `CallItem`, which `chat_request`
+    checks, not this model; `id` is not used."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -77,7 +79,8 @@ class CallOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """Reasoning of an earlier answer that is sent back; `content` has the text."""
+    """Reasoning of an earlier answer that is sent back; `content` has the text (missing or empty:
+    `summary` has it). `encrypted_content` has no effect."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -100,7 +103,9 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments. They
+    are enforced, as far as possible, if a call is forced or the answer has a format, whatever
+    `strict` says."""
 
     type: Literal["function"]
     name: Id
@@ -113,7 +118,8 @@ class FunctionTool(Body):
 
 
 class NamedTool(Body):
-    """The function that the model must call."""
+    """The function that the model must call; whether the request has it among its tools is not
+    checked here."""
 
     type: Literal["function"]
     name: Id
@@ -130,7 +136,8 @@ class PlainFormat(Body):
 
 
 class SchemaFormat(Body):
-    """A JSON schema that the answer must satisfy; it is always enforced, whatever `strict` says."""
+    """A JSON schema that the answer must satisfy; it is always enforced, whatever `strict` says,
+    except for parts that a header of the answer names."""
 
     type: Literal["json_schema"]
     name: Id | None = None
@@ -143,14 +150,15 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class TextConfig(Body):
-    """The format of the answer's text."""
+    """The format of the answer's text (None: free text); `verbosity` has no effect."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Body):
-    """The effort of the model's reasoning, which is passed to the chat template."""
+    """The effort of the model's reasoning, which is passed to the chat template (None: the
+    template's default); the other fields have no effect."""
 
     effort: str | None = None
     summary: Ignored[str] = None
@@ -166,7 +174,9 @@ class StreamOptions(Body):
 
 
 class Conversation(Body):
-    """The fields that requests for a response and for the number of its input tokens share."""
+    """The fields that requests for a response and for the number of its input tokens share.
+    `previous_response_id`: the stored response with the conversation before `input`. `chat_request`
+    refuses a missing `input` and any `conversation`; this model does not."""
 
     model: str | None = None
     input: str | Items[Item] | None = None
@@ -184,14 +194,17 @@ class Conversation(Body):
 
 
 class CountRequest(Conversation):
-    """A request for the number of input tokens of a response."""
+    """A request for the number of input tokens of a response, without generating it."""
 
     personality: Ignored[str] = None
 
 
 class ResponsesRequest(Conversation, SamplingFields):
     """A request for a response. `stop`, `thinking_token_budget` and most sampling fields are
-    extensions of this server."""
+    extensions of this server. `store` is true by default; `max_output_tokens` None: up to the end
+    of the context; log-probabilities are requested by `top_logprobs` or in `include`. `background`,
+    `context_management`, `moderation` and `prompt` are refused, not here but by
+    `response_request`."""
 
     background: bool | None = None
     context_management: list[Any] | None = None

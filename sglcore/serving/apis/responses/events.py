@@ -33,8 +33,9 @@ _CUT = MappingProxyType({"length": "max_output_tokens"})
 
 
 def draft(body: ResponsesRequest, params: SamplingParams, model: str, mark: str) -> dict[str, Any]:
-    """Return the response as it is before its first text: the request's fields, with defaults for
-    those that it lacks. `model`: the name to show; `mark`: the fingerprint of the engine."""
+    """Return the response as it is before its first text, with a new id and status "in_progress":
+    the request's fields, with defaults for those that it lacks. `model`: the name to show; `mark`:
+    the fingerprint of the engine."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     effort = body.reasoning.effort if body.reasoning is not None else None
     choice = body.tool_choice
@@ -76,8 +77,8 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer[ChatRun]):
-    """Writes the answer of one chat run, as a whole or as a stream, and stores it at its end unless
-    the request sets `store` to false. One writer serves one run."""
+    """Writes the answer of one chat run, as a whole or as a stream, and stores it at its end, even
+    a failed one, unless the request sets `store` to false. One writer serves one run."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: ResponsesRequest, store: ResponseStore) -> None:
         super().__init__(frontend, body.model)
@@ -90,8 +91,8 @@ class ResponseWriter(Writer[ChatRun]):
         self._sent = 0
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole response; waits for the end of the run. Raises Unanswered if it
-        failed."""
+        """Return the whole response; waits for the end of the run. Raises Unanswered if its sample
+        failed; the failed response is stored before."""
         self._begin(run)
         await run.ended()
         self._response["system_fingerprint"] = self.fingerprint
@@ -102,9 +103,9 @@ class ResponseWriter(Writer[ChatRun]):
         return self._response
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of the response as they happen. An error before the first text
-        is raised, so that it has an HTTP status of its own; a later error becomes the last event.
-        """
+        """Yield the encoded events of the response as they happen. An error before the first event
+        of the run is raised, so that it has an HTTP status of its own; a later error is not raised:
+        it becomes the last event, response.failed."""
         self._begin(run)
         first, events = await run.begin()
         self._response["system_fingerprint"] = self.fingerprint
@@ -121,13 +122,15 @@ class ResponseWriter(Writer[ChatRun]):
         yield named_events(self._end(run, failure))
 
     def _keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Store the response, and the conversation with the answer at its end: `messages` of the
-        request without the instructions, which do not belong to the conversation."""
+        """Store the response, and the conversation with the answer at its end. `messages`: those of
+        the run; if the request has instructions, the first one is left out, because they do not
+        belong to the conversation."""
         asked = messages[1:] if self._body.instructions else messages
         self._store.put(Stored(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
 
     def _said(self) -> dict[str, Any]:
-        """Return the answer as a message of the chat endpoint."""
+        """Return the answer so far as a message of OpenAI's chat endpoint; fields of kinds that it
+        lacks are left out."""
         texts = [block.text for block in self._blocks.all if block.kind == "text"]
         calls = [block for block in self._blocks.all if block.kind == "tool"]
         message: dict[str, Any] = {"role": "assistant"}
@@ -147,15 +150,17 @@ class ResponseWriter(Writer[ChatRun]):
         self._top = run.request.params.logprobs
 
     def _take(self, event: ChatEvent) -> list[Event]:
-        """Return the events for a part of the answer, which is added to the blocks."""
+        """Add a part of the answer to the blocks, and return the events for it, numbered; perhaps
+        none."""
         if event.finish_reason is not None:
             self._reason = event.finish_reason
         changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._top is not None else ())
         return self._number([made for change in changes for made in self._change(change)])
 
     def _end(self, run: ChatRun, failure: Failure | None) -> list[Event]:
-        """Complete and store the response, and return the events after the last text. `failure`:
-        why the run failed (None: it did not)."""
+        """Complete and store the response, and return the events after the last text, numbered: the
+        end of the open block and the whole response. An answer without any block gets an empty
+        text, unless it failed. `failure`: why the run failed (None: it did not)."""
         changes = [] if failure is not None else self._blocks.force_text()
         changes += self._blocks.finish()
         made = [event for change in changes for event in self._change(change)]
@@ -266,8 +271,8 @@ def _item_place(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput, reasoning: int) -> dict[str, Any]:
-    """Return the answer's `usage`; `reasoning`: tokens of the reasoning's text, at most all output
-    tokens are reported."""
+    """Return the answer's `usage`; `reasoning`: number of tokens of the reasoning's text, tokenised
+    again; more than the number of output tokens is not reported."""
     prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     cut = {} if output.max_tokens is None else {"max_output_tokens": output.max_tokens}
     return {

@@ -16,16 +16,19 @@ _PREFIX = MappingProxyType({"message": "msg", "function_call": "fc", "function_c
 
 
 def input_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the items of a request's input, a text or items, in the form of the answer: each with
-    an id, a status and content parts."""
+    """Return the items of a request's input, in the form of the answer. `given`: a text, which
+    becomes one message of the user, or parsed items. Each has an id (its own, or a new one) and a
+    status, and a message has content parts."""
     if isinstance(given, str):
         given = [MessageItem(role="user", content=given)]
     return [_item(item) for item in given]
 
 
 def page_of(items: Sequence[Mapping[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """Return a page of at most `limit` items in OpenAI's form, in "asc" or "desc" `order`, from the
-    one after the item with the id `after` (None: from the first).
+    """Return a page of at most `limit` items in OpenAI's form: a dict with `data`, the ids of its
+    first and last item (None: empty page) and `has_more`. `items` are in the order of the
+    conversation, which `order` "asc" keeps and any other reverses. `after`: the id of the item
+    before the page in that order (None: from the first).
 
     Raises InvalidRequest if there is no item `after`.
     """

@@ -41,8 +41,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> ChatRequest:
-    """Return the chat request of a body. `earlier`: the messages of the conversation before it;
-    `max_logprobs`: the server's limit. Raises InvalidRequest or SamplingError."""
+    """Return the chat request of a body, with its sampling parameters and grammar; the checkpoint's
+    defaults are not applied. `earlier`: the messages of the conversation before it; `max_logprobs`:
+    the server's limit. Raises InvalidRequest or SamplingError."""
     check_limit("top_logprobs", body.top_logprobs, max_logprobs)
     form = body.text.format if body.text is not None else None
     schema = form.schema_ if isinstance(form, SchemaFormat) else None
@@ -58,7 +59,8 @@ def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], 
 
 def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
     """Return the chat request of a conversation that begins with the messages `earlier`; the
-    `instructions` of the body come before them. Raises InvalidRequest."""
+    `instructions` of the body come before them, as a system message. Raises InvalidRequest, also
+    for fields and items that this server does not support."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
@@ -74,8 +76,9 @@ def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: 
 
 
 def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of the body's own input. `earlier`: the messages before it, whose tool
-    calls it may answer. Raises InvalidRequest."""
+    """Return the messages of the body's own input. `earlier`: the messages before it, with tool
+    calls that it may answer; they are not in the result. Raises InvalidRequest, also for a missing
+    or empty input."""
     if body.input is None or body.input == [] or body.input == "":
         raise InvalidRequest("the field input is missing", wanted="text, or a list of items", param="input")
     if isinstance(body.input, str):
@@ -87,15 +90,16 @@ def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[s
 
 
 class _Conversation:
-    """Collects messages from items: reasoning, text and tool calls of one turn of the model become
-    one message."""
+    """Collects messages from items, in `messages`: reasoning, text and tool calls of one turn of
+    the model become one message. `earlier`: messages with calls that an item may answer."""
 
     def __init__(self, earlier: Sequence[dict[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = []
         self._calls = {call["id"] for message in earlier for call in message.get("tool_calls") or ()}
 
     def take(self, item: Any, where: str) -> None:
-        """Add one item; `where`: its path in the request, for errors. Raises InvalidRequest."""
+        """Add one item; `where`: its path in the request, for errors. Raises InvalidRequest for an
+        item of a type that this server does not support, and for the result of an unknown call."""
         match item:
             case MessageItem(role="assistant"):
                 self._turn("content")["content"] = _text(item.content, f"{where}.content")
@@ -112,8 +116,9 @@ class _Conversation:
                 refuse_kind("an item", kind, "message, function_call, function_call_output or reasoning", where)
 
     def _turn(self, field: str) -> dict[str, Any]:
-        """Return the message of the model's current turn, if it has neither `field` nor one that
-        belongs after it, else a new message."""
+        """Return the message to which `field` ("reasoning_content", "content" or "tool_calls", in
+        this order) of the model's current turn is added: the last message if it is the model's and
+        has neither this field nor a later one, else a new message, which is appended."""
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not any(name in last for name in order[order.index(field) :]):
@@ -154,14 +159,15 @@ class _Conversation:
 
 def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
     """Return the names of the request's fields that set the template variables `ignored`, those
-    which the chat template does not read."""
+    which the chat template does not read: such as `reasoning.effort` for `reasoning_effort`."""
     own = body.chat_template_kwargs or {}
     names = {"reasoning_effort": "reasoning.effort", **{name: f"chat_template_kwargs.{name}" for name in own}}
     return [names.get(name, name) for name in ignored]
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
-    """Return whether the request wants log-probabilities in the answer."""
+    """Return whether the request wants log-probabilities in the answer: by `top_logprobs`, even 0,
+    or in `include`."""
     return body.top_logprobs is not None or LOGPROBS in (body.include or ())
 
 
@@ -186,7 +192,8 @@ def _template_kwargs(body: Conversation) -> dict[str, Any]:
 
 
 def _content(content: str | list[Part], where: str) -> Any:
-    """Return text of a user or a tool in the form of the chat endpoint. `where`: its path in the
+    """Return text of a user or a tool in the form of the chat endpoint: a text unchanged, or a list
+    of text parts. Raises InvalidRequest for parts that are no text. `where`: its path in the
     request, for errors."""
     if isinstance(content, str):
         return content
@@ -194,8 +201,8 @@ def _content(content: str | list[Part], where: str) -> Any:
 
 
 def _text(content: str | list[Part], where: str) -> str:
-    """Return text of the model, its parts joined without separators. `where`: its path in the
-    request, for errors."""
+    """Return text of the model, its parts joined without separators, refusals included. Raises
+    InvalidRequest for parts that are no text. `where`: its path in the request, for errors."""
     if isinstance(content, str):
         return content
     return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
@@ -212,7 +219,8 @@ def _part(part: Any, where: str) -> str:
 
 
 def unused(body: ResponsesRequest) -> list[str]:
-    """Return the names of the request's fields, nested ones included, that have no effect."""
+    """Return the names of the request's fields, nested ones included, that have no effect with any
+    chat template; `unread` returns the others. Names may repeat."""
     notes = [*body.warnings()]
     notes += [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
     if body.text is not None and body.text.verbosity is not None:

@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 
 class Stored(NamedTuple):
     """A response with an `id`, in the form of the answer; the items of the request's input; and the
-    messages of the conversation, with the answer at its end."""
+    messages of the conversation, without instructions, with the answer at its end."""
 
     response: Mapping[str, Any]
     items: Sequence[Mapping[str, Any]]
@@ -26,7 +26,7 @@ class Stored(NamedTuple):
 
 class ResponseStore:
     """The newest responses: at most `most`, and at most `most_bytes` of JSON together; a new one
-    evicts the oldest.
+    evicts the oldest. Nothing survives the process.
 
     They are kept as JSON: the same values as objects may take twenty times the memory.
     """
@@ -40,8 +40,9 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, stored: Stored) -> None:
-        """Store a response whose id is new, and evict the oldest ones above the limits. A response
-        that is larger than the limit of bytes by itself is not kept and evicts nothing."""
+        """Store a copy of a response, as JSON, and evict the oldest ones above the limits. Its id
+        must be new: nothing checks that. A response that is larger than the limit of bytes by
+        itself is not kept and evicts nothing."""
         data = msgspec.json.encode(stored)
         if len(data) > self._most_bytes:
             return
@@ -52,8 +53,8 @@ class ResponseStore:
             self._size -= len(gone)
 
     def get(self, response_id: str, param: str) -> Stored:
-        """Return the response with this id. Raises InvalidRequest (404) about the request's field
-        `param` if it is not stored."""
+        """Return a copy of the response with this id; it stays as old as it was. Raises
+        InvalidRequest (status 404) about the request's field `param` if it is not stored."""
         found = self._kept.get(response_id)
         if found is None:
             raise InvalidRequest(
@@ -67,7 +68,7 @@ class ResponseStore:
         return Stored(*msgspec.json.decode(found))
 
     def drop(self, response_id: str, param: str) -> None:
-        """Delete a response. Raises InvalidRequest (404) about the request's field `param` if it is
-        not stored."""
+        """Delete a response. Raises InvalidRequest (status 404) about the request's field `param`
+        if it is not stored."""
         self.get(response_id, param)
         self._size -= len(self._kept.pop(response_id))

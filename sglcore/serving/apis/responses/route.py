@@ -37,7 +37,8 @@ _ADDRESS = (400, 404)
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints to the router. Responses are stored in the memory of this process."""
+    """Add all endpoints to the router. Responses are stored in the memory of this process, at most
+    `max_stored_responses`. Only the first endpoint needs a model; counting needs the tokenizer."""
     store = ResponseStore(frontend.config.max_stored_responses)
     texts = TokenTexts(frontend.codec)
 
@@ -57,7 +58,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/v1/responses/input_tokens", tags=["responses"], responses=_documented())
     async def count(body: CountRequest) -> Response:
-        """Count the tokens of an input."""
+        """Count the prompt tokens of an input, without running the model."""
         check_model(frontend, body.model)
         earlier = _earlier(store, body.previous_response_id)
         chat = chat_request(body, earlier, SamplingParams())
@@ -68,7 +69,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _add_kept(router: APIRouter, store: ResponseStore) -> None:
-    """Add the endpoints of stored responses."""
+    """Add the endpoints that return, delete, cancel and list the input of responses, which are in
+    `store`."""
 
     @router.get("/v1/responses/{response_id}", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def retrieve(response_id: str, request: Request) -> Response:
@@ -116,8 +118,8 @@ def _documented(
 
 
 def _only(request: Request, known: Iterable[str]) -> None:
-    """Raise InvalidRequest for a query parameter that is not in `known`: it would have no
-    effect."""
+    """Raise InvalidRequest for a query parameter that is not in `known`: it would have no effect.
+    Names that end in `[]` count without that."""
     unknown = next((name for name in request.query_params if name.removesuffix("[]") not in known), None)
     if unknown is not None:
         raise InvalidRequest(

@@ -30,23 +30,25 @@ _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "re
 
 
 class AbortBody(Body):
-    """What to abort: the request with this id (the id of an answer, or the header x-request-id), or
-    all requests."""
+    """What to abort: the request with the id `rid` (the id of an answer, or the header
+    x-request-id), or all requests with `abort_all`, which ignores `rid`. The endpoint refuses a
+    body with neither; an id that is not in progress aborts nothing."""
 
     rid: str | None = None
     abort_all: bool = False
 
 
 class AbortListBody(Body):
-    """What to abort: the requests with these ids (ids of answers, or headers x-request-id); without
-    the field, all requests."""
+    """What to abort: the requests with these ids (ids of answers, or headers x-request-id). Without
+    the field, or with null, all requests; an empty list aborts none."""
 
     request_ids: Items[str] | None = None
 
 
 class PauseBody(Body):
-    """The body of /pause_generation: whether running requests are aborted ("abort") or kept
-    ("retract" and "in_place") during the pause."""
+    """The body of /pause_generation: whether running requests are aborted ("abort", the default) or
+    keep their place and pages during the pause ("retract" and "in_place", which are the same
+    here)."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -56,13 +58,15 @@ class ContinueBody(Body):
 
 
 class AbortAnswer(Answer):
-    """The number of prompts that were aborted."""
+    """The number of prompts that were aborted; 0 if no id is in progress. A request may have
+    several prompts."""
 
     aborted: int
 
 
 class StatusAnswer(Answer):
-    """The new state of the server."""
+    """The new state of the server: `status` is "paused" or "resumed", and `message` says the same
+    for people."""
 
     status: str
     message: str
@@ -75,15 +79,16 @@ class PausedAnswer(Answer):
 
 
 class FlushAnswer(Answer):
-    """The number of pages that were evicted from the prefix cache; pages of running requests
-    stay."""
+    """The number of pages that were evicted from the prefix caches of all engines; pages of running
+    requests stay. `success` is always true: a failure is an error response."""
 
     success: bool
     pages: int
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add all endpoints to the router."""
+    """Add all endpoints to the router. Aborts do not wait; pauses, their end, and flushes wait for
+    the engines, and an engine that does not answer gives status 503."""
     _add_aborts(router, frontend)
     _add_pauses(router, frontend)
     for path in _FLUSHES:
@@ -97,14 +102,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/abort_request", tags=["operations"], responses=documented(AbortAnswer))
     async def abort(body: AbortBody) -> Response:
-        """Abort one request, or all."""
+        """Abort one request, or all, and return the number of prompts that ended."""
         if not body.rid and not body.abort_all:
             raise InvalidRequest("found neither rid nor abort_all", wanted="one of them", param="rid")
         return as_json({"aborted": frontend.abort(None if body.abort_all else [body.rid or ""])})
 
     @router.post("/abort_requests", tags=["operations"], responses=documented(AbortAnswer))
     async def abort_several(body: AbortListBody) -> Response:
-        """Abort several requests, or all."""
+        """Abort several requests, or all, and return the number of prompts that ended."""
         return as_json({"aborted": frontend.abort(body.request_ids)})
 
 
@@ -130,7 +135,7 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
 
     @router.post("/resume", tags=["operations"], responses=said)
     async def resume() -> Response:
-        """Continue after a pause."""
+        """Continue after a pause; changes nothing without one."""
         return await go_on()
 
     @router.post("/pause_generation", tags=["operations"], responses=read)
@@ -140,7 +145,7 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
 
     @router.post("/continue_generation", tags=["operations"], responses=read)
     async def continue_generation(body: ContinueBody) -> Response:
-        """Continue after a pause."""
+        """Continue after a pause; changes nothing without one."""
         return await go_on()
 
     @router.get("/is_paused", tags=["operations"], responses=documented(PausedAnswer, statuses=()))

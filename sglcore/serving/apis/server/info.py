@@ -29,7 +29,9 @@ _LIMITS = tuple(
 
 class _ServerFacts(Answer):
     """The base of ServerInfo, the answer of /server_info: the fields that do not come from the
-    engine alone. `ModelInfo` has the others."""
+    engine alone; the others are the fields of `ModelInfo`. `ledger`: the rows of start-up
+    decisions; `seconds`: of each start-up step; a parser that is null is not used, and its reason
+    says why; `server_limits`: numeric settings of the server, null for no limit."""
 
     version: str
     phase: str
@@ -59,10 +61,15 @@ ServerInfo = _server_info()
 
 
 class Counters(Answer):
-    """Counts of the engines since their start, and their present load; `kv_used` is the used share
-    of the KV cache, from 0 to 1. `verified_steps` counts a step that verifies draft tokens once for
-    each of its requests: it gives one token and the `accepted_tokens` of the `proposed_tokens`. Of
-    the `hisparse_rows` that decode steps selected, `hisparse_hits` were on the device."""
+    """Counts of the engines since their start, and their present load: requests `running` and
+    `waiting`, and `kv_used`, the share of KV pages that requests hold, from 0 to 1.
+
+    `requests` were accepted, with `prompt_tokens` in all. `cached_tokens` came from the prefix
+    cache; `prompt_tokens_computed` were run on the device, some twice after a preemption;
+    `generation_tokens` were sent. `verified_steps` counts a step that verifies draft tokens once
+    for each of its requests: it gives one token and the `accepted_tokens` of the `proposed_tokens`.
+    Of the `hisparse_rows` that decode steps selected, `hisparse_hits` were on the device.
+    """
 
     prompt_tokens: int
     generation_tokens: int
@@ -80,7 +87,8 @@ class Counters(Answer):
 
 
 class ReplicaStats(Counters):
-    """The counters of one engine. `report_age`: seconds since its last report."""
+    """The counters of one engine, as it last reported them, `report_age` seconds ago. `number`: of
+    the replica, from 0; `process`: name of its process; `state`: "ready", "starting" and others."""
 
     number: int
     process: str
@@ -89,8 +97,9 @@ class ReplicaStats(Counters):
 
 
 class ServerStats(Counters):
-    """The sums over all engines. `time`: seconds since 1970; `deaths`: engines that ended
-    unexpectedly."""
+    """The sums over all engines, also those that have ended, except `kv_used`, which is the share
+    of the pages of all together. `replicas`: the present engines one by one; `time`: seconds since
+    1970; `deaths`: number of engines that ended unexpectedly."""
 
     time: float
     deaths: int
@@ -98,14 +107,15 @@ class ServerStats(Counters):
 
 
 class ServerAudit(Answer):
-    """Descriptions of leaked or doubly held pages and slots of the engines; empty if there are
-    none."""
+    """Descriptions of leaked or doubly held pages and slots of the engines, and of engines that did
+    not answer; empty if there are none."""
 
     problems: list[str]
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add the endpoints to the router; only the audit waits for the engines."""
+    """Add the endpoints to the router; only the audit waits for the engines, and raises NotReady if
+    none is ready. The others answer before the model is loaded."""
 
     @router.get("/server_info", tags=["operations"], responses={200: {"model": ServerInfo}})
     async def server_info() -> Response:
@@ -114,7 +124,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/server_info/stats", tags=["operations"], responses={200: {"model": ServerStats}})
     async def stats() -> Response:
-        """Return the counters of the engines."""
+        """Return the newest counters of the engines, summed and one by one."""
         found = [_replica(replica) for replica in frontend.supervisor.replicas.values()]
         known = {"time": time.time(), "deaths": frontend.supervisor.deaths}
         return as_json({**known, **_counters(frontend.stats()), "replicas": found})

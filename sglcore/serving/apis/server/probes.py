@@ -16,9 +16,10 @@ from sglcore.serving.replicas.metrics.health import Health
 
 
 class PhaseAnswer(Answer):
-    """The state of the server: its phase, `done` of `total` units of the phase, `elapsed_s`, the
-    seconds since the server began, or the duration of the start once the server has been ready, and
-    `reason` if there is a problem."""
+    """The state of the server: its phase, `done` of `total` units of the phase (both 0 where units
+    are not counted), `elapsed_s`, and `reason`, a text that is present only if there is a problem.
+    `elapsed_s`: seconds since the server began; once it has been ready, the duration of its
+    start, which no longer changes."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -29,7 +30,8 @@ class PhaseAnswer(Answer):
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add the probes to the router; none of them waits."""
+    """Add the probes to the router; none of them waits. Each answers 200 for yes and 503 for no,
+    with a `PhaseAnswer` in both cases."""
     health = frontend.health
     _add(router, "/livez", health, lambda: health.live, "Whether the process should keep running")
     _add(router, "/readyz", health, lambda: health.ready, "Whether the server accepts requests")

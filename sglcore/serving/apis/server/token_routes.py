@@ -31,11 +31,12 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 class TokenizeBody(TemplateFields):
     """A text, or the messages of a chat, to convert to token ids.
 
-    `add_special_tokens`: whether a text gets the special tokens that the checkpoint adds to a
-    prompt (default: true); messages get the tokens of their template. The fields of
-    `TemplateFields` are only for messages. The fields of llama-server: `content` is a text too,
-    without these special tokens unless `add_special` is true; `with_pieces` gives each token's id
-    and text.
+    Exactly one of `prompt`, `content` and `messages` is given, which the endpoint checks.
+    `add_special_tokens`: whether the special tokens are added that the checkpoint puts around a
+    prompt (default: true for `prompt`, false for `messages`, which have those of their template).
+    The fields of `TemplateFields` are only for messages. `return_token_strs`: the answer has each
+    token's text too. The fields of llama-server: `content` is a text too, without these special
+    tokens unless `add_special` is true; `with_pieces` gives each token's id and text.
     """
 
     model: str | None = None
@@ -49,15 +50,17 @@ class TokenizeBody(TemplateFields):
 
 
 class TokenPiece(Answer):
-    """A token and its text."""
+    """A token's id and its text; a token that is a part of a character has its bytes, written
+    `bytes:\\xe2`."""
 
     id: int
     piece: str
 
 
 class TokenizeAnswer(Answer):
-    """The token ids, and the context length: the maximum number of tokens of a prompt and its
-    answer together (null before the model is loaded)."""
+    """The token ids, with `with_pieces` each as a `TokenPiece`; their number `count`; the text of
+    each in `token_strs`, if the request wants it; and the context length, the maximum number of
+    tokens of a prompt and its answer together (null before the model is loaded)."""
 
     tokens: list[int] | list[TokenPiece]
     count: int
@@ -66,14 +69,15 @@ class TokenizeAnswer(Answer):
 
 
 class DetokenizeBody(Body):
-    """Token ids to convert to text, special tokens included."""
+    """Token ids to convert to text, special tokens included. The endpoint refuses an id that the
+    tokenizer lacks."""
 
     model: str | None = None
     tokens: Items[Count]
 
 
 class DetokenizeAnswer(Answer):
-    """The text, in the field of vLLM and in that of llama-server."""
+    """The text, twice: in vLLM's field `prompt` and in llama-server's field `content`."""
 
     prompt: str
     content: str
@@ -81,7 +85,8 @@ class DetokenizeAnswer(Answer):
 
 class TokenizerInfo(Answer):
     """Special tokens as text, null for those that the checkpoint does not have; the text of the
-    chat template, null if there is none."""
+    chat template, null if there is none; the number of tokens of the tokenizer, added ones
+    included."""
 
     bos_token: str | None
     eos_token: str | None
@@ -92,7 +97,8 @@ class TokenizerInfo(Answer):
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add the endpoints to the router; they need no engine."""
+    """Add the endpoints to the router; they need no engine. They raise TextError if the server runs
+    without a tokenizer."""
     texts = TokenTexts(frontend.codec)
 
     @router.post("/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer))
@@ -138,8 +144,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 async def _beside(tokens: int, work: Callable[[], T]) -> T:
-    """Return the result of `work`; if it handles more than LONG_TEXT `tokens`, it runs in a thread,
-    outside the event loop."""
+    """Return the result of `work`, which handles `tokens` tokens; waits for it. Above LONG_TEXT
+    tokens it runs in a thread, outside the event loop."""
     return await asyncio.to_thread(work) if tokens > LONG_TEXT else work()
 
 
@@ -161,8 +167,8 @@ async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
 
 
 def _check_alone(body: TokenizeBody, text: str) -> None:
-    """Raise InvalidRequest if a request whose text is in the field `text` sets one of
-    `TemplateFields`, which are only for messages."""
+    """Raise InvalidRequest if a request with a text sets one of `TemplateFields`, which are only
+    for messages. `text`: the name of the field with the text, for the error."""
     given = next(iter(body.given(*TemplateFields.model_fields)), None)
     if given is not None:
         raise InvalidRequest(f"found {given} with {text}", wanted="messages", param=given)

@@ -11,9 +11,9 @@ Kind = Literal["reasoning", "content", "tool_start", "tool_arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of an answer. A tool call begins with one `tool_start`, then `tool_arguments` follow,
-    whose texts together are the arguments' JSON. `index`: the number of the call in the answer,
-    from 0."""
+    """A part of an answer, of the kind `kind`. A tool call begins with one `tool_start`, without
+    text, then `tool_arguments` follow; their texts together are the arguments' JSON. `index`: the
+    number of the call in the answer, from 0; 0 for reasoning and content."""
 
     kind: Kind
     text: str = ""
@@ -26,7 +26,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A whole tool call: `arguments` is JSON text as the model wrote it."""
+    """A whole tool call: the function's name, `arguments` as JSON text as the model wrote it (of a
+    cut answer: incomplete), and the call's id."""
 
     name: str
     arguments: str
@@ -34,8 +35,8 @@ class Call:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """Return the deltas with adjacent ones of one kind and call joined, so that the result does not
-    depend on how the text was split."""
+    """Return the deltas in a new list, with adjacent ones of one kind and call joined, so that the
+    result does not depend on how the text was split. Starts of calls are not joined."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -47,7 +48,7 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def text_of(deltas: Iterable[Delta], kind: Kind) -> str:
-    """Return the text of all deltas of one kind, joined."""
+    """Return the text of all deltas of one kind, joined; "" if there are none."""
     return "".join(delta.text for delta in deltas if delta.kind == kind)
 
 

@@ -17,7 +17,9 @@ from sglcore.serving.chat.parsers.parser import ReasoningFamily, ToolScan
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """One format of tool calls; TOOLS has all known ones."""
+    """One format of tool calls: its name and aliases for `--tool-parser`, the texts of templates
+    that are evidence for it, its markers, its parser (`calls`), and perhaps a function that writes
+    calls. TOOLS has all known ones, as constants."""
 
     name: str
     """The name of its parser, as `--tool-parser` gives it."""

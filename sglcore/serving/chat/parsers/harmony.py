@@ -23,8 +23,8 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool = False) -> Scan[None]:
-    """Parse a whole answer: an `AnswerScan`, and a `ToolScan`. Without `reads_calls` a call is
-    content. `is_open`: the prompt ends inside reasoning."""
+    """Parse a whole answer, reasoning included; it serves as an `AnswerScan` and as a `ToolScan`.
+    Without `reads_calls` a call is content. `is_open`: the prompt ends inside reasoning."""
     kind: Kind = "reasoning" if is_open else "content"
     last: Kind | None = None
     if is_open:
@@ -48,8 +48,9 @@ def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool
 
 
 def _first_header(s: Scanner) -> Scan[str]:
-    """Parse a header whose beginning is in the prompt and whose recipient comes before its channel.
-    Raises Malformed."""
+    """Parse a header that begins in the prompt and names its recipient before its channel, and
+    return it from its `to=` on. Raises Malformed if the text does not begin with `to=`, or for a
+    header that does not end."""
     yield from s.literal("to=")
     rest = yield from _header(s)
     if rest is None:
@@ -58,9 +59,10 @@ def _first_header(s: Scanner) -> Scan[str]:
 
 
 def _header(s: Scanner) -> Scan[str | None]:
-    """Parse the rest of a header, up to its message mark, and return it.
+    """Parse the rest of a header, up to its message mark, and return it without that mark.
 
-    None if another mark ends it: then the header is not shown. Raises Malformed if it is too long.
+    None if another mark, or the end of the text, ends it: then the header is not shown. Raises
+    Malformed if it is longer than LONGEST_NAME.
     """
     parts: list[str] = []
     mark = yield from s.hand_on((MESSAGE, START, END, CALL), parts.append)
@@ -73,8 +75,9 @@ def _header(s: Scanner) -> Scan[str | None]:
 
 
 def _call(s: Scanner, header: str, tools: Tools) -> Scan[None]:
-    """Parse a call to one of `tools`, if `header` names a recipient; other content of the message
-    is left in the text."""
+    """Parse the JSON object after `header` as the arguments of a call, if the header names a
+    recipient: `functions.NAME` with any name, or the bare name of one of `tools`. Otherwise, and if
+    no object follows, nothing is read."""
     found = _TO.search(header)
     recipient = found.group(1) if found else ""
     name = recipient.removeprefix("functions.")

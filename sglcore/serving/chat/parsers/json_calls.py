@@ -47,7 +47,7 @@ class Head:
 class Marked:
     """The format `{"name": ..., "arguments": ...}`, or a list of such objects, between the marks
     `begin` and `end`; the end mark may be missing. An instance is called as a `ToolScan`: it parses
-    the text after the reasoning into content and calls."""
+    the text after the reasoning into content and calls. Any function name is accepted."""
 
     begin: str
     end: str
@@ -70,8 +70,8 @@ class Marked:
                 yield from s.take(self.end)
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text that a model would write for these calls (with arguments as objects), as
-        a list, without the end mark."""
+        """Return the text that a model would write for these calls, as a list, without the end
+        mark. `calls`: in OpenAI's form, with arguments as objects."""
         made = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
         return self.begin + json.dumps(made, ensure_ascii=False)
 
@@ -85,7 +85,8 @@ LFM2 = Marked("<|tool_call_start|>", "<|tool_call_end|>")
 
 def llama3(s: Scanner, tools: Tools) -> Scan[None]:
     """Parse `{"name": ..., "parameters": ...}` at the beginning of the text or after
-    `<|python_tag|>`; further calls follow `;`."""
+    `<|python_tag|>`; further calls follow, with or without `;`. Other text is content. `tools` is
+    not read: any name is accepted."""
     yield from _llama3_series(s)
     while mark := (yield from s.pass_until((PYTHON_TAG,), "content")):
         if not (yield from _llama3_series(s)):
@@ -94,7 +95,8 @@ def llama3(s: Scanner, tools: Tools) -> Scan[None]:
 
 def mistral(s: Scanner, tools: Tools) -> Scan[None]:
     """Parse `[TOOL_CALLS]` and after it a list of objects, or one call in the form
-    `name[ARGS]{...}`."""
+    `name[ARGS]{...}`, perhaps with `[CALL_ID]` and an id after the name. Other text is content.
+    `tools` is not read: any name is accepted."""
     while mark := (yield from s.pass_until((TOOL_CALLS,), "content")):
         if (head := (yield from s.attempt(_list_head(s)))) is not None:
             yield from _list_rest(s, head)
@@ -106,13 +108,15 @@ def mistral(s: Scanner, tools: Tools) -> Scan[None]:
 
 def deepseek(s: Scanner, tools: Tools) -> Scan[None]:
     """Parse calls between markers, each `function<sep>name` with the arguments in a code block, or
-    `name<sep>` with the arguments."""
+    `name<sep>` with the arguments. Other text is content. `tools` is not read: any name is
+    accepted."""
     yield from _sections(s, BEGIN, _fenced_head, ONE_END, END)
 
 
 def kimi(s: Scanner, tools: Tools) -> Scan[None]:
     """Parse calls between markers, each with an id that contains the function's name:
-    `functions.name:0<begin>{...}`."""
+    `functions.name:0<begin>{...}`. Other text is content. `tools` is not read: any name is
+    accepted."""
     yield from _sections(s, SECTION, _identified_head, CALL_DONE, SECTION_END)
 
 
@@ -137,8 +141,9 @@ def text_as_json(text: str) -> str:
 
 
 def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
-    """Parse an object up to its arguments if its name comes first, else the whole object. Raises
-    Malformed; with `needs_arguments`, also for an object without arguments."""
+    """Parse a call's object up to its arguments if its name comes first, else the whole object.
+    Raises Malformed for text that is no such object; with `needs_arguments`, also for an object
+    without arguments."""
     head = Head()
     yield from s.literal("{")
     while True:
@@ -166,7 +171,8 @@ def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
 
 
 def _object_rest(s: Scanner, head: Head) -> Scan[bool]:
-    """Emit the call and parse the rest of its object; returns False if the rest is malformed."""
+    """Emit the call of `head` as deltas, and parse the rest of its object; returns False if the
+    rest is malformed or cut off. The call then stays as far as it was read."""
     if head.arguments:
         s.arguments(s.start_call(head.name, head.call_id))(head.arguments)
         return True
@@ -185,8 +191,9 @@ def _object_tail(s: Scanner) -> Scan[bool]:
 
 
 def _arguments(s: Scanner, head: Head) -> Scan[bool]:
-    """Emit the call and parse its arguments, which follow in the text; returns False if they are
-    malformed."""
+    """Emit the call of `head` as deltas, and parse its arguments, an object that follows in the
+    text; returns False if they are malformed or cut off. The call then stays as far as it was
+    read."""
     yield from s.starts("{")
     return (yield from s.json_object(s.arguments(s.start_call(head.name, head.call_id))))
 
@@ -268,7 +275,8 @@ def _named(name: str) -> Head:
 
 
 def _string(s: Scanner) -> Scan[str]:
-    """Parse a JSON string and return its value. Raises Malformed."""
+    """Parse a JSON string and return its value. Raises Malformed, also for one that cannot be
+    UTF-8, or with more than LONGEST_NAME characters without a backslash."""
     yield from s.literal('"')
     text = ""
     while True:
@@ -288,7 +296,8 @@ def _string(s: Scanner) -> Scan[str]:
 
 
 def _object(s: Scanner) -> Scan[str]:
-    """Parse a JSON object and return it as text. Raises Malformed."""
+    """Parse a JSON object and return it as text, unchanged. Raises Malformed if it is malformed or
+    cut off."""
     parts: list[str] = []
     if not (yield from s.json_object(parts.append)):
         raise Malformed

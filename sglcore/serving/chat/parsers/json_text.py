@@ -18,8 +18,9 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonText:
-    """The state of one JSON object whose text arrives in parts. `done`: the object has ended;
-    `bad`: the text is not JSON, or is nested deeper than MAX_DEPTH."""
+    """The state of one JSON object (not a list or another value) with text that arrives in parts.
+    `done`: the object has ended; `bad`: the text is not JSON, or is nested deeper than
+    MAX_DEPTH."""
 
     def __init__(self) -> None:
         self.done = False
@@ -31,15 +32,17 @@ class JsonText:
 
     def feed(self, text: str, at: int = 0) -> int:
         """Read `text` from index `at` on, and return how many of these characters belong to the
-        object: fewer than all only if it is done or bad."""
+        object: fewer than all only if it is done or bad then. Call it with the next part of the
+        text, not with all of it; 0 once it is done or bad."""
         start = at
         while at < len(text) and not (self.done or self.bad):
             at = self._take(text, at)
         return at - start
 
     def _take(self, text: str, at: int) -> int:
-        """Read one item of `text` at index `at`; returns the index after it, or `at` if it is
-        bad."""
+        """Read one item of `text` at index `at`, such as a mark or a part of a string, with white
+        space before it; returns the index after it. Sets `bad` at a character that JSON does not
+        allow there."""
         if self._wants in ("string", "key string"):
             return self._in_string(text, at)
         if self._word:
@@ -52,8 +55,8 @@ class JsonText:
         return at + 1 if self._accepts(text[at]) else at
 
     def _accepts(self, mark: str) -> bool:
-        """Read one character outside of strings, numbers and words; returns whether JSON allows it
-        here."""
+        """Read the character `mark`, outside of strings, numbers and words; returns whether JSON
+        allows it here, else sets `bad`."""
         wants = self._wants
         if wants == "object":
             self.bad = mark != "{"
@@ -117,7 +120,8 @@ class JsonText:
 
     def _in_word(self, text: str, at: int) -> int:
         """Read a part of a number or a word, which ends at the first character that neither can
-        contain; returns the index after the part."""
+        contain; returns the index after the part. At its end the whole is checked, and `bad` set if
+        it is neither."""
         start = at
         while at < len(text) and text[at] in _LETTERS:
             at += 1

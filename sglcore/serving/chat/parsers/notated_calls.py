@@ -33,8 +33,9 @@ _ENDS = (",", "]", "}", ")")
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A notation of tool calls. An instance is called as a `ToolScan`: it parses the text after the
-    reasoning into content and calls."""
+    """A notation of tool calls: the texts around calls, arguments, names and values. An instance is
+    called as a `ToolScan`: it parses the text after the reasoning into content and calls, with
+    arguments converted to JSON. Any function name is accepted."""
 
     begin: str
     """Text before the calls."""
@@ -76,8 +77,8 @@ class Notation:
                 yield from s.take(self.end)
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text that a model would write for these calls (with arguments as objects).
-        Only for LFM2's notation."""
+        """Return the text that a model would write for these calls. `calls`: in OpenAI's form, with
+        arguments as objects. Only for LFM2's notation."""
         functions = [call["function"] for call in calls]
         made = (f"{f['name']}({', '.join(map(_written, f['arguments'].items()))})" for f in functions)
         return f"{self.begin}[{', '.join(made)}]{self.end}"
@@ -93,8 +94,9 @@ class Notation:
         return name.strip()
 
     def _entries(self, s: Scanner, sink: Sink, end: str, assign: str, level: int) -> Scan[bool]:
-        """Parse names with values up to the text `end`, and pass them to `sink` as a JSON object;
-        returns False if they are malformed or cut off."""
+        """Parse names with values, up to and including the text `end`, and pass them to `sink` as a
+        JSON object; returns False if they are malformed or cut off. `assign`: text between name and
+        value; `level`: depth of the object, 0 for the arguments."""
         before = "{"
         while not (yield from s.take(end)):
             has_joint = before == "{" or (yield from s.take(","))
@@ -120,7 +122,8 @@ class Notation:
         return text_as_json(name.strip())
 
     def _quote(self, s: Scanner) -> Scan[str]:
-        """Parse a quotation mark and return it; empty if none comes next."""
+        """Parse a quotation mark of this notation, perhaps after white space, and return it; "" if
+        none comes next."""
         for quote in self.quotes:
             if (yield from s.take(quote)):
                 return quote
@@ -156,8 +159,9 @@ def _written(entry: tuple[str, Any]) -> str:
 
 
 def _string(s: Scanner, quote: str, sink: Sink) -> Scan[bool]:
-    """Parse text up to the quotation mark `quote`, and pass it to `sink` as a JSON string while it
-    arrives; returns False if the quotation mark is missing."""
+    """Parse text up to and including the quotation mark `quote`, and pass it to `sink` as a JSON
+    string while it arrives; returns False if the quotation mark is missing. The opening mark has
+    been read."""
     sink('"')
     marks = (quote, "\\") if len(quote) == 1 else (quote,)
     while mark := (yield from s.hand_on(marks, lambda text: sink(text_as_json(text)[1:-1]))):
@@ -187,8 +191,9 @@ def _escaped(s: Scanner) -> Scan[str]:
 
 
 def _word(s: Scanner, sink: Sink) -> Scan[bool]:
-    """Parse a number, a constant, or text without quotation marks, and pass it to `sink` as JSON;
-    returns False if it is empty or its end is missing."""
+    """Parse a number, a constant, or text without quotation marks, up to a comma or closing
+    bracket, which is not read, and pass it to `sink` as JSON; returns False if it is empty or its
+    end is missing."""
     parts: list[str] = []
     mark = yield from s.hand_on(_ENDS, parts.append)
     s.unread(len(mark))

@@ -16,8 +16,8 @@ ToolScan = Callable[[Scanner, Tools], Scan[None]]
 
 
 class AnswerScan(Protocol):
-    """A function that returns the `Scan` of a whole answer, in a format where reasoning is not one
-    block at the beginning, such as Harmony."""
+    """A function that returns the `Scan`, a parsing step to run, of a whole answer, in a format
+    where reasoning is not one block at the beginning, such as Harmony."""
 
     def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
         """Parse the text of `s`. Without `reads_calls` a call is content. `is_open`: the prompt
@@ -27,7 +27,8 @@ class AnswerScan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """One format of reasoning: the markers before and after it, and what surrounds it."""
+    """One format of reasoning: its `name`, as `--reasoning-parser` gives it, with `aliases` for the
+    names in other engines; the markers before and after it (`marks`), and what surrounds it."""
 
     name: str
     marks: tuple[str, str]
@@ -46,7 +47,7 @@ class ReasoningFamily:
 
 class DeltaParser:
     """Parses the text of one answer, part by part, into deltas. The joined deltas do not depend on
-    how the text was split."""
+    how the text was split. Make a new one for each answer."""
 
     def __init__(
         self,
@@ -58,9 +59,11 @@ class DeltaParser:
         controls: Iterable[str] = (),
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """Without `calls`, text that looks like a call is content. `reasoning_open`: the prompt has
-        the mark that begins reasoning; `controls`: texts to remove; `new_id`: makes ids of calls
-        whose text has none (None: `long_id`)."""
+        """`calls`: the parser of what follows the reasoning (None: text that looks like a call is
+        content); `tools`: the request's, in OpenAI's form; `reasoning`: its format (None: reasoning
+        is content). `reasoning_open`: the prompt has the mark that begins reasoning; `controls`:
+        texts to remove; `new_id`: makes ids of calls that have none in the text (None:
+        `long_id`)."""
         hidden = reasoning.hidden if reasoning else ()
         self._scanner = Scanner(new_id or long_id, (*controls, *hidden))
         self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
@@ -68,17 +71,19 @@ class DeltaParser:
 
     def push(self, text: str) -> list[Delta]:
         """Parse more text of the answer; returns the deltas that it adds, as far as their meaning
-        is certain."""
+        is certain, perhaps none. Text that may be the beginning of a marker is held back."""
         self._scanner.push(text)
         return self._read()
 
     def finish(self) -> list[Delta]:
-        """End the answer; returns the deltas of text that was held back."""
+        """End the answer; returns the deltas of text that was held back. Call it once, after the
+        last `push`."""
         self._scanner.end()
         return self._read()
 
     def whole(self, text: str) -> list[Delta]:
-        """Parse a whole answer at once, with a parser that got no text yet."""
+        """Parse a whole answer at once and end it, with a parser that got no text yet; returns the
+        joined deltas."""
         return joined([*self.push(text), *self.finish()])
 
     def _read(self) -> list[Delta]:
@@ -88,12 +93,13 @@ class DeltaParser:
 
 
 def long_id() -> str:
-    """Return a new id of a call in OpenAI's form."""
+    """Return a new random id of a call in OpenAI's form: `call_` and 24 hexadecimal digits."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id() -> str:
-    """Return a new id of a call with nine letters and digits, which Mistral's templates require."""
+    """Return a new random id of a call with nine letters and digits, which Mistral's templates
+    require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -113,8 +119,8 @@ def _answer(
 
 def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Scan[None]:
     """Parse a block of reasoning at the beginning, between the markers `start` and `end`; with
-    `is_open`, the start marker may be missing. Its markers, and white space inside and after it,
-    are not part of it."""
+    `is_open`, the start marker may be missing. Without either, nothing is read. The markers, and
+    white space inside and after them, are not part of the deltas."""
     if not (yield from s.take(start)) and not is_open:
         return
     s.border()

@@ -27,11 +27,13 @@ class Malformed(Exception):
 
 class Scanner:
     """The text of one answer that has not been read yet, and the deltas that were made from the
-    text read so far."""
+    text read so far. Methods that return a Scan are generators, run with `yield from`: they yield
+    while they need more text, and go on after `push` or `end`. "Read" means that the position moves
+    on."""
 
     def __init__(self, new_id: Callable[[], str], controls: Iterable[str] = ()) -> None:
-        """`new_id` makes the id of a call whose text has none; `controls`: special tokens in the
-        text that clients must not see."""
+        """`new_id` makes the id of a call that has none in its text; `controls`: special tokens in
+        the text that `pass_until` removes, because clients must not see them."""
         self._text = ""
         self._at = 0
         self._ended = False
@@ -46,15 +48,17 @@ class Scanner:
         self._joint = ""
 
     def push(self, text: str) -> None:
-        """Append more text of the answer."""
+        """Append more text of the answer. It is parsed when the parser's generator is run on, not
+        here."""
         self._text += text
 
     def end(self) -> None:
-        """Note that no more text follows."""
+        """Note that no more text follows; the parser's generator then runs to its end."""
         self._ended = True
 
     def taken(self) -> list[Delta]:
-        """Return the deltas since the last call, and free the text that has been read."""
+        """Return the deltas since the last call, and forget the text that has been read, unless
+        `attempt` may go back to it."""
         if not self._pins:
             self._text, self._at = self._text[self._at :], 0
         out, self._out = self._out, []
@@ -74,7 +78,7 @@ class Scanner:
             self._pins -= 1
 
     def more(self) -> Scan[bool]:
-        """Wait until there is unread text; returns False at the end of the text."""
+        """Wait until there is unread text; returns False at the end of the text, else True."""
         while self._at == len(self._text):
             if self._ended:
                 return False
@@ -82,8 +86,8 @@ class Scanner:
         return True
 
     def peek(self) -> Scan[str]:
-        """Skip white space, and return the next character without reading it; "" at the end of the
-        text."""
+        """Read over white space, and return the next character without reading it; "" at the end of
+        the text."""
         while (yield from self.more()):
             self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -91,18 +95,20 @@ class Scanner:
         return ""
 
     def literal(self, word: str) -> Scan[None]:
-        """Skip white space and read `word`. Raises Malformed if another text comes next."""
+        """Read over white space, and read `word`. Raises Malformed if another text comes next; the
+        white space stays read."""
         if not (yield from self.starts(word)):
             raise Malformed
         self._at += len(word)
 
     def take(self, word: str) -> Scan[bool]:
-        """Skip white space and read `word`; returns False and reads nothing if another text comes
-        next."""
+        """Read over white space, read `word` and return True; returns False and reads nothing, not
+        even white space, if another text comes next."""
         return (yield from self.attempt(self._literal_true(word))) is True
 
     def skip(self, mark: str) -> Scan[None]:
-        """Read the character `mark` if it comes next."""
+        """Read the character `mark` if it comes next, without white space before it; else read
+        nothing."""
         if (yield from self.more()) and self._text[self._at] == mark:
             self._at += 1
 
@@ -116,7 +122,8 @@ class Scanner:
         self._at -= size
 
     def starts(self, word: str) -> Scan[bool]:
-        """Skip white space, and return whether `word` comes next, without reading it."""
+        """Read over white space, and return whether `word` comes next, without reading it. Waits
+        for more text only while `word` may still come."""
         yield from self.peek()
         while len(self._text) - self._at < len(word):
             if self._ended or not word.startswith(self._text[self._at :]):
@@ -127,7 +134,7 @@ class Scanner:
     def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Scan[tuple[str, str]]:
         """Read up to and including the first of the marks; returns the text before it, and the
         mark. Raises Malformed at the end of the text, or if the text before it has more than
-        `limit` characters."""
+        `limit` characters (None: no limit)."""
         read: list[str] = []
         while True:
             text, mark = self._run(marks)
@@ -141,8 +148,8 @@ class Scanner:
             yield
 
     def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Scan[str]:
-        """Pass the text before the first of the marks to `sink` as it arrives; read and return the
-        mark, "" at the end of the text."""
+        """Pass the text before the first of the marks to `sink` as it arrives, in parts that may be
+        empty; read and return the mark, "" at the end of the text."""
         while True:
             text, mark = self._run(marks)
             sink(text)
@@ -151,8 +158,8 @@ class Scanner:
             yield
 
     def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Scan[str]:
-        """Add the text before the first of the marks to the deltas, as text of `kind`; read and
-        return the mark, "" at the end of the text."""
+        """Add the text before the first of the marks to the deltas, as text of `kind`, without
+        control tokens; read and return the mark, "" at the end of the text. No marks: all text."""
         while True:
             mark = yield from self.hand_on(marks + self._controls, lambda text: self.say(kind, text))
             if mark in marks:
@@ -164,7 +171,8 @@ class Scanner:
 
     def json_object(self, sink: Callable[[str], None]) -> Scan[bool]:
         """Read a JSON object and pass its text to `sink` as it arrives; returns False if it is not
-        JSON or ends early."""
+        JSON or ends early. `sink` then has had the part before. White space before the object is
+        not skipped."""
         json = JsonText()
         while not json.done:
             if not (yield from self.more()):
@@ -178,9 +186,10 @@ class Scanner:
         return True
 
     def say(self, kind: Kind, text: str) -> None:
-        """Add reasoning or content to the deltas.
+        """Add text of the kind reasoning or content to the deltas.
 
-        White space next to a call or a block of reasoning is dropped.
+        White space next to a call or a block of reasoning is dropped; at the end of `text` it is
+        held until more text follows.
         """
         held = self._spaces + text
         if self._after_block:
@@ -192,7 +201,8 @@ class Scanner:
         self.say_raw(kind, body)
 
     def say_raw(self, kind: Kind, text: str) -> None:
-        """Add reasoning or content to the deltas, with all its white space."""
+        """Add text of the kind reasoning or content to the deltas, with all its white space; empty
+        text adds none."""
         if text:
             self._out.append(Delta(kind, text))
 
@@ -205,16 +215,16 @@ class Scanner:
         self._spaces, self._after_block, self._joint = "", True, joint
 
     def start_call(self, name: str, call_id: str = "") -> int:
-        """Add the start of a call to the deltas; returns the call's index, for `arguments`. Without
-        a `call_id`, the call gets a new one."""
+        """Add the start of a call to the deltas; returns the call's index, from 0, for `arguments`.
+        Without a `call_id`, the call gets a new one. White space around the call is dropped."""
         self.border()
         self._out.append(Delta("tool_start", "", self._calls, name, call_id or self._new_id()))
         self._calls += 1
         return self._calls - 1
 
     def arguments(self, index: int) -> Callable[[str], None]:
-        """Return the function that adds parts of the arguments' JSON text to call number
-        `index`."""
+        """Return the function that adds parts of the arguments' JSON text to call number `index`,
+        as deltas; it ignores empty parts."""
         return lambda text: self._out.append(Delta("tool_arguments", text, index)) if text else None
 
     def _literal_true(self, word: str) -> Scan[bool]:
@@ -223,7 +233,8 @@ class Scanner:
 
     def _run(self, marks: tuple[str, ...]) -> tuple[str, str]:
         """Read the available text up to and including the first mark, or all text that cannot be
-        the beginning of one; returns the text before the mark, and the mark ("": none yet)."""
+        the beginning of one; returns the text before the mark, and the mark ("": none yet). Does
+        not wait."""
         start = self._at
         found = _pattern(marks).search(self._text, start) if marks else None
         if found:

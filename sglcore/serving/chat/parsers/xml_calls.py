@@ -18,8 +18,9 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A format of tool calls in tags. An instance is called as a `ToolScan`: it parses the text
-    after the reasoning into content and calls."""
+    """A format of tool calls in tags: the tags around functions, parameter names and values. An
+    instance is called as a `ToolScan`: it parses the text after the reasoning into content and
+    calls, with arguments converted to JSON by the tools' schemas. Any function name is accepted."""
 
     function: tuple[str, str]
     """Tags before and after a function's name; a parameter, or the end tag, may replace the second
@@ -37,12 +38,14 @@ class Tags:
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Texts with which a call may begin."""
+        """Texts with which a call may begin: the tag of the section, if this format has one, and
+        that of a function."""
         return tuple(filter(None, (self.section[0], self.function[0])))
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks of a well-formed call, which clients must not see."""
+        """The marks of a well-formed call that begin with `<`, which clients must not see, each
+        once."""
         tags = (*self.section, *self.function, *self.key, *self.value, self.end)
         return tuple(tag for tag in dict.fromkeys(tags) if tag.startswith("<"))
 
@@ -70,8 +73,9 @@ class Tags:
         return _name(name)
 
     def _call(self, s: Scanner, name: str, properties: Mapping[str, Any]) -> Scan[bool]:
-        """Parse the parameters up to the end tag of the function; returns False if they are
-        malformed or cut off. `properties`: the schema of each parameter."""
+        """Emit the start of a call, and parse its parameters up to and including the end tag of the
+        function; returns False if they are malformed or cut off. `properties`: the schema of each
+        parameter."""
         sink = s.arguments(s.start_call(name))
         before = "{"
         while not (yield from s.take(self.end)):
@@ -95,8 +99,8 @@ class Tags:
         return _name(name)
 
     def _string(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
-        """Parse a value as text, and pass it to `sink` as a JSON string while it arrives; returns
-        False if its end is missing."""
+        """Parse a value as text, with its end tag, and pass it to `sink` as a JSON string while it
+        arrives; returns False if its end tag is missing. `schema` is not read."""
         sink('"')
         if not (yield from self._rest(s, lambda text: sink(text_as_json(text)[1:-1]))):
             return False
@@ -104,16 +108,17 @@ class Tags:
         return True
 
     def _value(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
-        """Parse a value of any type, and pass it to `sink` as JSON when it is complete; returns
-        False if its end is missing."""
+        """Parse a value of any type, with its end tag, and pass it to `sink` as JSON when it is
+        complete; returns False if its end tag is missing, and then passes on its text as it is.
+        `schema`: of the value (None: not known)."""
         parts: list[str] = []
         is_whole = yield from self._rest(s, parts.append)
         sink(as_json("".join(parts), schema) if is_whole else "".join(parts))
         return is_whole
 
     def _rest(self, s: Scanner, sink: Sink) -> Scan[bool]:
-        """Parse a value up to its end tag, without its margins; returns False if the end tag is
-        missing."""
+        """Parse a value, up to and including its end tag, and pass it to `sink` as plain text
+        without its margins; returns False if the end tag is missing."""
         end = self.value[1]
         if not self.margin:
             return bool((yield from s.hand_on((end,), sink)))
@@ -143,7 +148,7 @@ def _name(text: str) -> str:
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     """Return the schemas of the parameters of the tool `name`, by parameter; empty if the tool is
-    not in `tools`."""
+    not in `tools` or has no parameters. `tools`: in OpenAI's form."""
     functions = (tool.get("function", tool) for tool in tools)
     schema = next((function.get("parameters") for function in functions if function.get("name") == name), None)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -151,15 +156,16 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def is_string(schema: Any) -> bool:
-    """Return whether a value of this schema can only be a string."""
+    """Return whether the `type` of this schema is "string" alone; false for None and for other ways
+    to say so."""
     return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def as_json(text: str, schema: Any) -> str:
-    """Return a parameter's value, as the model wrote it, as JSON text: true, false, null and
+    """Return a parameter's value `text`, as the model wrote it, as JSON text: true, false, null and
     Python's names for them if the schema allows the type; a string if the schema allows only
     strings and null, or if the text is not JSON; else the text itself, without white space around
-    it."""
+    it. `schema` None: any type."""
     kinds = _kinds(schema)
     word = text.strip()
     constant = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word.lower())
@@ -175,7 +181,8 @@ def as_json(text: str, schema: Any) -> str:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the names of the types that a schema allows; empty if it names none."""
+    """Return the names of the types that a schema allows, by `type`, `anyOf` and `oneOf`; empty if
+    it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

@@ -28,7 +28,9 @@ _EXPOSED = ("x-request-id", "request-id", "x-sglcore-warnings", "x-sglcore-max-t
 
 def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
     """Return the app inside its middleware. From the innermost to the outermost: bodies, admission,
-    keys, hosts, the answer to what these refuse, CORS, logs with metrics and traces, and paths."""
+    keys (if the server has any), hosts (if it listens on loopback or has allowed hosts), the answer
+    to what these refuse, CORS (if it has origins), logs with metrics and traces (None: off), and
+    paths. Logs a warning if every client on the network may use the server."""
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
         log.warning("every client that can reach %s may use this server; give it keys with --api-key-file", config.host)

@@ -16,21 +16,23 @@ MODEL = ("/v1/", OLLAMA)
 
 
 class Admission:
-    """Limits the POST requests in progress, operators' requests (PATHS) excepted, and refuses POST
-    requests to endpoints of the model while too many samples wait."""
+    """ASGI middleware that limits the POST requests in progress, operators' requests (PATHS)
+    excepted, and refuses POST requests to endpoints of the model while too many requests wait in
+    the engines."""
 
     def __init__(
         self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
     ) -> None:  # fmt: skip
-        """`max_concurrent`: maximum POST requests in progress; `max_queued`: maximum samples that
-        may wait in the engines' queues, as `waiting()` returns them."""
+        """`max_concurrent`: maximum POST requests in progress; `max_queued`: maximum number of
+        requests that may wait in the engines' queues, as `waiting()` returns it. `metrics` knows
+        the time after which to retry."""
         self._app, self._metrics, self._waiting = app, metrics, waiting
         self._max_concurrent, self._max_queued = max_concurrent, max_queued
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for one request. Raises TurnedAway (429) with Retry-After, which is computed
-        from the recent rate at which requests ended."""
+        """Run the app for one request. Raises TurnedAway (429) above a limit, with Retry-After,
+        which is computed from the recent rate at which requests ended."""
         if scope["method"] != "POST" or scope["path"] in PATHS:
             return await self._app(scope, receive, send)
         self._check(scope["path"])

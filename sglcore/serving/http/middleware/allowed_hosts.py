@@ -19,7 +19,7 @@ class Hosts:
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
         """`allowed`: names that Host may have in addition to loopback's; `origins`: Origin headers
-        of other web pages that may send requests. "*" allows all."""
+        of other web pages that may send requests. "*" allows all, in either."""
         self._app, self._origins = app, frozenset(origins)
         self._allowed = frozenset(name.lower() for name in allowed)
 
@@ -47,7 +47,8 @@ def _turned_away(what: str, found: str, option: str) -> TurnedAway:
 
 
 def name_of(host: str) -> str:
-    """Return the name or address in a Host header, in lower case, without port and brackets."""
+    """Return the name or address in a Host header, in lower case, without port, brackets and final
+    dot."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()

@@ -24,8 +24,9 @@ FORM_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Limit:
-    """The limits of one kind of body. `most`: maximum bytes of one body; `flag`: the flag that sets
-    it; `most_at_once`: maximum sum of all bodies; `at_once`: the present sum."""
+    """The limits of one kind of body, and what counts for them. `most`: maximum bytes of one body;
+    `flag`: the flag that sets it, for errors; `most_at_once`: maximum sum of bytes of all bodies;
+    `at_once`: the present sum."""
 
     most: int
     flag: str
@@ -41,7 +42,8 @@ class Arriving:
     count: int = 0
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes. Raises TurnedAway above a limit (413 or 429)."""
+        """Count `count` more bytes, also if it raises. Raises TurnedAway if the body is above
+        `most` (413), or all bodies together above `most_at_once` (429)."""
         self.count += count
         self.limit.at_once += count
         if self.count > self.limit.most:
@@ -51,8 +53,8 @@ class Arriving:
             raise TurnedAway(429, text, "overloaded", {"retry-after": "1"})
 
     def let_go(self) -> None:
-        """Subtract the body from its limit, because it has left memory or is complete and counted
-        elsewhere.
+        """Subtract the body from the sum of its limit, because it has left memory or is complete
+        and counted elsewhere.
 
         Idempotent.
         """
@@ -61,7 +63,8 @@ class Arriving:
 
 
 class Bodies:
-    """ASGI middleware that reads a body before it runs the app, so that the app gets it whole."""
+    """ASGI middleware that reads a body before it runs the app, so that the app gets it whole, as
+    its first event."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_file_bytes: int) -> None:
         """A body may have `max_bytes` and take `seconds` to arrive; the body of an upload (FILES)
@@ -72,8 +75,9 @@ class Bodies:
         self._files = Limit(most, "--max-batch-file-bytes", ARRIVING_FILES * most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for one request. Raises TurnedAway: 413 (too large), 408 (too slow), 415
-        (compressed), 429 (too many at once)."""
+        """Run the app for one request; not at all if the client leaves before its body is complete.
+        Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429 (too many at
+        once)."""
         if not has_body(scope):
             return await self._app(scope, receive, send)
         limit = self._files if scope["path"] == FILES else self._usual
@@ -88,7 +92,8 @@ class Bodies:
                 await self._app(scope, inward, send)
 
     async def _read(self, arriving: Arriving, receive: Receive) -> bytes | None:
-        """Return the body; None if the client disconnected. Raises TurnedAway."""
+        """Return the whole body; None if the client disconnected. Raises TurnedAway: 408, 413 or
+        429."""
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 return await self._collect(arriving, receive, deadline)
@@ -123,7 +128,7 @@ def _arriving(limit: Limit) -> Iterator[Arriving]:
 
 
 def too_large(found: str, limit: Limit) -> TurnedAway:
-    """Return the error 413 for a body; `found`: its size, such as "5 bytes"."""
+    """Return (not raise) the error 413 for a body; `found`: its size, such as "5 bytes"."""
     message = (
         f"the request has {found}, and at most {limit.most} are allowed; "
         f"send less at once, or start the server with a greater {limit.flag}"
@@ -142,8 +147,8 @@ def _check(scope: Scope, limit: Limit) -> None:
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI receive function that returns the whole body first, and then the connection's
-    events."""
+    """Return an ASGI receive function that returns the whole body first, and then what `receive`
+    returns."""
     waiting = [body]
 
     async def inward() -> AsgiEvent:

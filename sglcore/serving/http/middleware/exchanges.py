@@ -37,8 +37,9 @@ _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 @dataclass(slots=True)
 class Exchange:
     """Facts about a request and its answer, never their content; they are set while it is answered.
-    `started`: by `time.perf_counter`; `status` 0: no answer has begun; `clocks`: one for each
-    prompt that was sent to an engine."""
+    `path`: this server's own path; `client`: the address, "-" if it is not known; `started`: by
+    `time.perf_counter`; `status` 0: no answer has begun; `clocks`: one for each prompt that was
+    sent to an engine."""
 
     request_id: str
     method: str
@@ -49,7 +50,7 @@ class Exchange:
     clocks: list[RequestClock] = field(default_factory=list)
 
     def elapsed(self) -> float:
-        """Return the seconds since the request arrived."""
+        """Return the seconds since the request arrived; they go on after its end."""
         return time.perf_counter() - self.started
 
 
@@ -62,8 +63,9 @@ class Exchanges:
         self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for one request. The request's id is its header x-request-id, if that is a
-        valid id, else a new one; the answer has it in the headers x-request-id and request-id."""
+        """Run the app for one request, and cancel it when the connection ends. The request's id is
+        its header x-request-id, if that is a valid id, else a new one; the answer has it in the
+        headers x-request-id and request-id."""
         exchange = _exchange(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = exchange.request_id
@@ -111,8 +113,9 @@ class Exchanges:
 
 @contextmanager
 def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> Iterator[None]:
-    """Cancel the block silently when the connection ends. `answering`: the connection's set of
-    tasks (ANSWERING)."""
+    """Cancel the block when the connection ends, without raising anything; the exchange then has
+    the status GONE, if no answer had begun. Other cancellations are raised. `answering`: the
+    connection's set of tasks (ANSWERING), which then has lost this task."""
     task = asyncio.current_task()
     assert task is not None
     answering.add(task)
@@ -128,7 +131,8 @@ def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> I
 
 
 def line(exchange: Exchange) -> str:
-    """Return the log line of a request that has ended."""
+    """Return the log line of a request that has ended: `id=... client=... METHOD "PATH" status=...
+    ms=...`, and token counts for prompts that were run."""
     elapsed = _milliseconds(exchange.elapsed())
     words = [f"id={exchange.request_id}", f"client={exchange.client}", exchange.method, json.dumps(exchange.path)]
     words += [f"status={exchange.status}", f"ms={elapsed}"]
@@ -152,8 +156,8 @@ def _exchange(scope: Scope) -> Exchange:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Return the path of the route, with names of parameters, or "other", so that clients cannot
-    create unlimited metric series."""
+    """Return the path of the route, with names of parameters, or "other" without a route, so that
+    clients cannot create unlimited metric series."""
     route = scope.get("route")
     return route.path if route is not None else "other"
 

@@ -16,7 +16,7 @@ OPEN = frozenset({"/", "/livez", "/readyz", "/startupz", "/health"})
 
 class Keys:
     """ASGI middleware that accepts requests with one of the keys, in `Authorization: Bearer ...` or
-    in `x-api-key`, and requests for OPEN paths."""
+    in `x-api-key`, and GET and HEAD requests for OPEN paths."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         """`keys`: the accepted keys; with none, every path outside OPEN is refused. Only their
@@ -37,8 +37,9 @@ class Keys:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN
 
     def _matches(self, offered: bytes) -> int:
-        """Return the number of keys that equal `offered`. Digests of equal length are compared with
-        every key, so that the time reveals neither which key matches nor how much of it."""
+        """Return the number of keys that equal `offered` (0: it is no valid key). Digests of equal
+        length are compared with every key, so that the time reveals neither which key matches nor
+        how much of it."""
         digest = sha256(offered).digest()
         return sum(hmac.compare_digest(digest, each) for each in self._digests)
 

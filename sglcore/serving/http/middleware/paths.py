@@ -22,7 +22,8 @@ SAME = MappingProxyType({**{f"/{name}": f"/v1/{name}" for name in _PLAIN}, "/rer
 
 
 class Paths:
-    """ASGI middleware that replaces the paths in SAME by our own."""
+    """ASGI middleware that replaces the paths in SAME, of other servers, by our own; the answer is
+    the same, not a redirect."""
 
     def __init__(self, app: ASGIApp) -> None:
         """`app`: the ASGI app to wrap."""

@@ -20,23 +20,26 @@ _LONGEST, _MOST = 1.0, 64 << 20
 
 
 class TurnedAway(Unanswered):
-    """The error that middleware raises to refuse a request; refusals are counted by `code`."""
+    """The error that middleware raises to refuse a request, which `Refusals` answers; refusals are
+    counted by `code`."""
 
     def __init__(self, status: int, found: str, code: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
-        """`status`, `found` (the message), `code` and `headers` of the answer."""
+        """`status`: the HTTP status; `found`: the message; `code`: for programs; `headers`: further
+        headers of the answer."""
         kind = "rate_limit_error" if status == 429 else INVALID
         super().__init__(Failure(status, found, kind, None, code, headers))
         self.code = code
 
 
 class Refusals:
-    """ASGI middleware that answers requests for which the app raises an error.
+    """ASGI middleware that answers requests for which the app raises an error, and counts those
+    that middleware refused (TurnedAway).
 
     An unexpected error gets an id, which the log has too, so that no traceback reaches a client.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        """`app`: the ASGI app that may raise."""
+        """`app`: the ASGI app that may raise; `metrics` counts the refusals."""
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,13 +97,14 @@ def has_body(scope: Scope) -> bool:
 
 def body_length(scope: Scope) -> int | None:
     """Return the length in bytes that the header content-length announces; None without it, or if
-    it is no number."""
+    it is not a number of at most 19 digits."""
     value = header(scope, b"content-length")
     return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """Return the first value of a header; None if it is missing. `name`: in lower case."""
+    """Return the first value of a header, not decoded; None if it is missing. `name`: in lower
+    case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
@@ -113,7 +117,7 @@ async def _ends_soon(failure: Failure, scope: Scope, receive: Receive) -> bool:
 
 async def _drop(receive: Receive) -> bool:
     """Read and drop the rest of the body, for at most a second and 64 MiB; returns whether it has
-    ended."""
+    ended then. False also if the client disconnects."""
     count = 0
     try:
         async with asyncio.timeout(_LONGEST):

@@ -29,7 +29,8 @@ def add_routes(router: APIRouter, frontend: object) -> None:
 
 
 def page() -> bytes:
-    """Return the HTML document with its style and its scripts in it."""
+    """Return the HTML document, in UTF-8, with its style and its scripts in it. Reads the files of
+    this folder at each call."""
     folder = files("sglcore.serving.http.page")
 
     def inlined(found: re.Match[bytes]) -> bytes:
@@ -41,7 +42,8 @@ def page() -> bytes:
 
 
 def page_headers(content: bytes) -> dict[str, str]:
-    """Return the HTTP headers of the page `content`, with `policy` and an ETag."""
+    """Return the HTTP headers of the page `content`: its type, the Content-Security-Policy of
+    `policy`, an ETag of the content, and headers against caching and embedding."""
     return {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": policy(content),
@@ -54,8 +56,8 @@ def page_headers(content: bytes) -> dict[str, str]:
 
 
 def policy(content: bytes) -> str:
-    """Return the Content-Security-Policy that allows only the scripts and the style in `content`,
-    and requests only to this server."""
+    """Return the value of the Content-Security-Policy that allows only the scripts and the style in
+    `content`, and requests only to this server."""
     allowed = {
         "default-src": "'none'",
         "script-src": _hashes(content, b"script"),
@@ -70,7 +72,8 @@ def policy(content: bytes) -> str:
 
 
 def _hashes(content: bytes, tag: bytes) -> str:
-    """Return the hashes of all blocks between `<tag>` and `</tag>` in the form of the policy."""
+    """Return the SHA-256 hashes of all blocks between `<tag>` and `</tag>` in the form of the
+    policy, separated by spaces; "" if there are none."""
     blocks = re.findall(b"<%s>(.*?)</%s>" % (tag, tag), content, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(block).digest()).decode("ascii") for block in blocks)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

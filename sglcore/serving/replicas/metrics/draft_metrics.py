@@ -18,7 +18,7 @@ Engines = Sequence[tuple[str, EngineStats]]
 
 def draft_families(model: str, engines: Engines) -> Iterator[Metric]:
     """Yield the metrics of the replicas that verified draft tokens; nothing if none did. `model`:
-    the label."""
+    the value of the label `model`; the label `replica` is the replica's number."""
     engines = [(replica, numbers) for replica, numbers in engines if numbers.drafts]
     if engines:
         yield _accepted(model, engines)
@@ -70,8 +70,9 @@ def _places(model: str, engines: Engines) -> Iterator[Metric]:
 def _split(
     model: str, engines: Engines, label: str, text: str, key: Callable[[DraftCell], int], shown: Callable[[int], str]
 ) -> Iterator[Metric]:
-    """Yield counters of steps, verified and accepted draft tokens by the values of `label`. `key`:
-    the value of a cell; `shown`: its text."""
+    """Yield three counters, of steps, verified and accepted draft tokens, by the values of `label`.
+    `key`: returns the value of a cell; `shown`: returns its text for the label; `text`: what the
+    label says, for the metrics' help."""
     labels, kinds = ["model", "replica", label], ("steps", "proposed", "accepted")
     families = [
         CounterMetricFamily(f"sglcore_draft_{kind}_by_{label}", f"Steps of requests: {kind}, {text}.", labels=labels)

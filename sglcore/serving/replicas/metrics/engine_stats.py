@@ -13,7 +13,8 @@ from sglcore.serving.replicas.ipc import EngineStats
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """Return the sum of each counter over `parts`."""
+    """Return the sum of each counter, and of each number of the present load, over `parts`; `paths`
+    and `drafts` are added by key. All 0 for no parts."""
     known = list(parts)
     total: dict[str, Any] = {
         name: sum(getattr(part, name) for part in known)
@@ -26,7 +27,7 @@ def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
 
 
 def past_only(stats: EngineStats) -> EngineStats:
-    """Return the counters of an engine that has ended with its present load set to 0, so that only
-    totals remain."""
+    """Return a copy of the counters of an engine that has ended, with its present load (`Levels`
+    and `compiling`) set to 0, so that only totals remain."""
     nothing = dict.fromkeys((*Levels.__struct_fields__, "compiling"), 0)
     return msgspec.structs.replace(stats, **nothing)

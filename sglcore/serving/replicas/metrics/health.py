@@ -8,9 +8,10 @@ from sglcore.serving.replicas.server_errors import ENDS, GOES_ON, RESTARTS, NotR
 
 
 class Health:
-    """The server's state. `phase` is a phase of the start, or "ready", "draining", "dead", or the
-    state of the only replica, such as "silent"; `reason`: why the server is dead, or what a replica
-    lacks."""
+    """The server's state. `phase`: "starting" or a later phase of the start, "ready", "restarting",
+    "draining", "dead", or, if no replica accepts requests, the state of the last one that changed,
+    such as "silent"; `reason`: why the server is dead, or what a replica lacks (empty: no
+    reason)."""
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -21,12 +22,14 @@ class Health:
 
     @property
     def live(self) -> bool:
-        """Whether the server is not dead: it answers, and will not end because of an error."""
+        """Whether the server is not dead: it answers, and will not end because of an error. True
+        while it drains."""
         return self.phase != "dead"
 
     @property
     def ready(self) -> bool:
-        """Whether the phase is "ready", so that requests are answered."""
+        """Whether the phase is "ready", so that requests are answered without waiting for an engine
+        to start."""
         return self.phase == "ready"
 
     @property
@@ -42,13 +45,15 @@ class Health:
 
     @property
     def remedy(self) -> str:
-        """The remedy for a client that got no answer, or only a part of one."""
+        """The remedy, a text, for a client that got no answer, or only a part of one: whether this
+        server goes on, restarts an engine, or ends."""
         if self.phase in ("draining", "dead"):
             return ENDS
         return GOES_ON if self.ready else RESTARTS
 
     def refusal(self) -> NotReady:
-        """Return the error for a request that arrives while none is accepted."""
+        """Return (not raise) the error for a request that arrives while none is accepted:
+        ShuttingDown while the server drains or is dead, else NotReady with the phase."""
         if self.phase == "draining":
             return ShuttingDown("the server was told to stop, and takes no more requests")
         if self.phase == "dead":
@@ -64,7 +69,8 @@ class Health:
             self.phase, self._done, self._total, self.reason = phase, done, total, reason
 
     def become_ready(self) -> None:
-        """Set the phase "ready". Called after an engine has generated a token by the path that
+        """Set the phase "ready", unless the server drains or is dead; the first time also fixes the
+        duration of the start. Called after an engine has generated a token by the path that
         serves."""
         self.begin("ready", 1, 1)
         if self._started_s is None and self.ready:
@@ -77,7 +83,8 @@ class Health:
             self.phase = "draining"
 
     def die(self, reason: str) -> None:
-        """Set the phase "dead": no more requests will be answered."""
+        """Set the phase "dead", also while the server drains: no more requests will be answered.
+        `reason`: a text for clients."""
         self.phase, self.reason = "dead", reason
 
     def snapshot(self) -> dict[str, object]:

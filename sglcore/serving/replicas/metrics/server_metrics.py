@@ -43,8 +43,8 @@ reply."""
 
 
 class Histogram:
-    """Counts of values by bucket. `observe` takes one binary search, so that it can be called for
-    each token."""
+    """Counts of values by bucket, and their sum. `observe` takes one binary search, so that it can
+    be called for each token."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -56,13 +56,14 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, `count` times."""
+        """Count a value, `count` times: in the bucket with the lowest upper end that is not below
+        it."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulated counts by upper end, in the form of prometheus_client, and the sum of
-        the values."""
+        """Return cumulated counts by upper end ("+Inf" for the last bucket), in the form of
+        prometheus_client, and the sum of the values."""
         total = 0
         cumulated: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
@@ -73,7 +74,9 @@ class Histogram:
 
 class RequestClock:
     """Times and counts of one prompt. Every call is cheap; a second `on_end` has no effect.
-    `outcome`: None until `on_end`; `first_token_seconds`: since the arrival."""
+    `outcome`: None until `on_end`; `first_token_seconds`: from the arrival to the first token
+    (None: there is none yet); `prompt_tokens` and `cached_tokens`: 0 until `on_prompt`; `tokens`:
+    output tokens of all samples so far."""
 
     __slots__ = ("_metrics", "_started", "cached_tokens", "first_token_seconds", "outcome", "prompt_tokens", "tokens")
 
@@ -91,30 +94,33 @@ class RequestClock:
         return None if self.first_token_seconds is None else self._started + self.first_token_seconds
 
     def on_prompt(self, tokens: int, cached: int) -> None:
-        """Record that the prompt has `tokens` tokens, `cached` of them from the prefix cache."""
+        """Record that the prompt has `tokens` tokens, `cached` of them from the prefix cache.
+        Called when the prompt ends."""
         self.prompt_tokens, self.cached_tokens = tokens, cached
 
     def on_first_tokens(self, count: int) -> None:
-        """Record the first `count` tokens of a sample; only those of the first sample are timed."""
+        """Record the first `count` tokens of a sample, which arrive now; only for the first sample
+        of the prompt is the time counted."""
         self.tokens += count
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self._started
             self._metrics.first_token.observe(self.first_token_seconds)
 
     def on_tokens(self, count: int, seconds: float) -> None:
-        """Record `count` further tokens of one sample, which arrived `seconds` after the tokens
-        before."""
+        """Record `count` further tokens of one sample, which arrived together, `seconds` after the
+        tokens before; each counts with an equal part of that time."""
         if count > 0:
             self.tokens += count
             self._metrics.between_tokens.observe(seconds / count, count)
 
     def on_restart(self) -> None:
-        """Record a restart: the tokens so far are dropped, and will be generated again."""
+        """Record a restart: the tokens so far are dropped from `tokens`, and will be generated
+        again. The time of the first token stays."""
         self.tokens = 0
 
     def on_end(self, reason: str) -> None:
-        """Record the end of the request. `reason`: its finish reason, or the name of the error that
-        ended it."""
+        """Record the end of the request, and count it in the metrics. `reason`: its finish reason,
+        or the name of the class of the error that ended it."""
         if self.outcome is None:
             self.outcome = reason
             self._metrics.request_ended(reason, time.perf_counter() - self._started)
@@ -129,11 +135,12 @@ CALLER: ContextVar[str] = ContextVar("sglcore_caller", default="")
 
 
 class Metrics:
-    """All counters of one server. `page` returns the text for Prometheus."""
+    """All counters of one server. `page` returns the text for Prometheus. Its counters, and its
+    callables such as `connections`, are set by other parts of the server."""
 
     def __init__(self, model: str, version: str, replicas: Replicas) -> None:
-        """`model`: the label `model` of the series; `version`: the server's; `replicas()`: the
-        state of each engine."""
+        """`model`: the label `model` of the series; `version`: the server's; `replicas()`: number,
+        state and newest counters of each engine, called at each scrape."""
         self.first_token = Histogram(_FIRST)
         self.between_tokens = Histogram(_BETWEEN)
         self.whole = Histogram(_WHOLE)
@@ -153,12 +160,13 @@ class Metrics:
         self._registry.register(_Families(self, model, version, replicas))
 
     def add(self, families: Collector) -> None:
-        """Add further metric families to the page."""
+        """Add further metric families to the page. `families`: a collector of prometheus_client,
+        called at each scrape."""
         self._registry.register(families)
 
     def clock(self) -> RequestClock:
         """Return a new clock for a prompt that arrives now; it is also appended to the list in
-        CLOCKS."""
+        CLOCKS, if there is one."""
         clock = RequestClock(self, time.perf_counter())
         clocks = CLOCKS.get()
         if clocks is not None:
@@ -166,7 +174,8 @@ class Metrics:
         return clock
 
     def request_ended(self, reason: str, seconds: float) -> None:
-        """Count the outcome of a prompt, and its time in seconds."""
+        """Count the outcome of a prompt, `reason`, and its time in seconds. Also used for the rate
+        in `retry_after`."""
         self.outcomes[reason] += 1
         self.whole.observe(seconds)
         self._ends.append(time.monotonic())
@@ -176,7 +185,8 @@ class Metrics:
         self.refusals[code] += 1
 
     def responded(self, method: str, endpoint: str, status: int) -> None:
-        """Count an answer. `endpoint`: the path of its route, so that there are few series."""
+        """Count an answer by method, route and HTTP status (0: no answer began). `endpoint`: the
+        path of its route, so that there are few series."""
         self.responses[method, endpoint, status] += 1
 
     def retry_after(self, waiting: int) -> int:
@@ -194,7 +204,8 @@ class Metrics:
 
 
 class _Families(Collector):
-    """The collector of prometheus_client that reads the counters at each scrape."""
+    """The collector of prometheus_client that reads the counters of a `Metrics` and of the replicas
+    at each scrape."""
 
     def __init__(self, metrics: Metrics, model: str, version: str, replicas: Replicas) -> None:
         self._metrics, self._model, self._version, self._replicas = metrics, model, version, replicas
@@ -272,7 +283,8 @@ def _family(
     labels: Sequence[str],
     values: Iterable[tuple[tuple[str | int, ...], float]],
 ) -> Metric:
-    """Return a metric family with these values, each after the values of its labels."""
+    """Return a metric family named `sglcore_` and `name`, with these values, each after the values
+    of its `labels`. `text`: its help."""
     family = kind(f"sglcore_{name}", text, labels=labels)
     for where, value in values:
         family.add_metric(list(map(str, where)), value)
@@ -280,8 +292,8 @@ def _family(
 
 
 def kv_usage(numbers: EngineStats) -> float:
-    """Return the share of KV pages, from 0 to 1, that requests hold. Cached pages that no request
-    uses count as free."""
+    """Return the share of KV pages, from 0 to 1, that requests hold; 0 without pages. Cached pages
+    that no request uses count as free."""
     held = numbers.num_pages - numbers.free_pages - numbers.unused_cached_pages
     return held / numbers.num_pages if numbers.num_pages else 0.0
 

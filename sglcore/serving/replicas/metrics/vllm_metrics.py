@@ -30,8 +30,8 @@ _REASONS = frozenset({"stop", "length", "abort", "error"})
 
 
 class VllmFamilies(Collector):
-    """The collector of prometheus_client that reads the counters at each scrape, for vLLM's
-    names."""
+    """The collector of prometheus_client that reads the counters of a `Metrics` and of the replicas
+    at each scrape, under vLLM's names (`vllm:...`); `Metrics.add` adds it."""
 
     def __init__(self, metrics: Metrics, model: str, replicas: Replicas) -> None:
         """`model`: the label `model_name`; a replica's number is the label `engine`."""

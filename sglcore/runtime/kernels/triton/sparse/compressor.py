@@ -87,7 +87,11 @@ def keep_kernel(
 def compress(
     kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """Implement `KernelTable.compress`. One launch reads everything before the next one writes."""
+    """Implement `KernelTable.compress`: return the N compressed blocks [N, C * ratio / W] that
+    `reads` names, then store row t of kv_gate [T, 2 C] at state[writes[t]].
+
+    One launch reads everything before the next one writes.
+    """
     (tokens, columns), (events, span), (ratio, width) = kv_gate.shape, reads.shape, ape.shape
     size = width * ratio // span
     out = torch.empty(events, size, dtype=kv_gate.dtype, device=kv_gate.device)

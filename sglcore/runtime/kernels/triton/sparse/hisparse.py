@@ -139,7 +139,10 @@ def swap_in(
     counts: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.swap_in`."""
+    """Implement `KernelTable.swap_in`: update `held`, `order` and `where` of the requests' slots in
+    place; write the device rows of the chosen entries to `rows`, and the copies that they need to
+    `loads` and `counts`.
+    """
     (requests, count), places = chosen.shape, held.shape[1]
     if not requests:
         return
@@ -168,7 +171,9 @@ def swap_in(
 
 
 def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor, tuning: Tuning = Tuning()) -> None:
-    """Implement `KernelTable.copy_rows`."""
+    """Implement `KernelTable.copy_rows`: copy rows of `source` to rows of `target`, bit for bit, by
+    the first counts[b] pairs of each request b in `loads` int32 [2, B, N]. Does not wait.
+    """
     _, requests, count = loads.shape
     if not requests * count:
         return

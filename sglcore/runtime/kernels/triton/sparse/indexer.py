@@ -174,7 +174,9 @@ def index_logits(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.index_logits`."""
+    """Implement `KernelTable.index_logits`: return float32 [T, width], the indexer's scores of the
+    first lens[t] rows of each token's request, -inf after them.
+    """
     tokens, heads, dim = q.shape
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -220,7 +222,9 @@ def index_top_k(
     k: int,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.index_top_k`."""
+    """Implement `KernelTable.index_top_k`: return the rows of the `k` largest of the first lens[t]
+    logits of each token, int32 [T, k], in text order, then -1.
+    """
     tokens, width = logits.shape
     out = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     if not tokens:

@@ -36,8 +36,8 @@ def float8_bits(x):
 
 @triton.jit
 def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Encode float32 values [ROWS, BLOCK] in the format of `RowCodec` and store them at the uint8
-    addresses `line` [ROWS], except where `live` is false.
+    """Encode the first SIZE columns of float32 values [ROWS, BLOCK] in the format of `RowCodec` and
+    store them at the uint8 addresses `line` [ROWS], except where `live` is false.
 
     `column` is 0 ... BLOCK - 1; SIZE, EXACT, GROUP and BIAS are those of `form_of`.
     """
@@ -223,7 +223,9 @@ def rope_tail(
     is_inverse: bool,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.rope_tail`; elements of a head are contiguous."""
+    """Implement `KernelTable.rope_tail`: return x [T, H, D] with the last R elements of each head
+    rotated, a new tensor; elements of a head are contiguous.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed = 0 if norm_eps is None else x.shape[2]
     _tails(x, None, norm_eps or 0.0, positions, cos_sin_cache, out, None, None, normed, is_inverse, tuning)
@@ -241,7 +243,9 @@ def norm_rope_store(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.norm_rope_store`."""
+    """Implement `KernelTable.norm_rope_store`: norm and rotate each row of x [T, D], and store it
+    at rows[out_rows[t]], encoded by `codec` or as numbers (None).
+    """
     normed = weight.shape[0]
     _tails(x.unsqueeze(1), weight, eps, positions, cos_sin_cache, rows, out_rows, codec, normed, False, tuning)
 
@@ -300,7 +304,9 @@ def index_key_store(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.index_key_store`."""
+    """Implement `KernelTable.index_key_store`: layer norm and rotate each row of x [T, D], and
+    store it at rows[out_rows[t]], encoded by `codec` or as numbers (None).
+    """
     tokens, size = x.shape
     if not tokens:
         return

@@ -57,7 +57,9 @@ def decoded(
     GROUP,
     BIAS,
 ):
-    """As `load_elements`, for rows in the format of `RowCodec` (GROUP > 0)."""
+    """Return [rows, BLOCK] of dtype, as `load_elements` does, decoded from rows in the format of
+    `RowCodec` (GROUP > 0) at the uint8 addresses `line`.
+    """
     ROUNDED: tl.constexpr = SIZE - EXACT
     column = FIRST + tl.arange(0, BLOCK)
     is_small = inside[:, None] & (column < ROUNDED)[None, :]

@@ -32,7 +32,9 @@ SCANNED = tl.constexpr(1024)
 
 @triton.jit
 def length_of(chosen, width):
-    """Return int32: the number of entries of a list up to the last that names a row."""
+    """Return int32: the number of entries of the list `chosen` [width], -1 for none, up to and with
+    the last that names a row; 0 if none does.
+    """
     length = 0
     for at in range(0, width, SCANNED):
         place = at + tl.arange(0, SCANNED)
@@ -228,7 +230,9 @@ def sparse_mqa(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.sparse_mqa`; both pools have one dtype."""
+    """Implement `KernelTable.sparse_mqa`: return [T, H, value_size], the attention of q [T, H, D]
+    over the chosen rows of both pools, which have one dtype. Does not wait.
+    """
     return _attend(q, Lists(rows, chosen, more_rows, more_chosen), sinks, scale, value_size, 0, codec, tuning)
 
 
@@ -244,7 +248,9 @@ def paged_mqa(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.paged_mqa`."""
+    """Implement `KernelTable.paged_mqa`: return [T, H, value_size], the attention of q [T, H, D]
+    over the first lens[t] rows of each token's request. Does not wait.
+    """
     lists = Lists(rows, table, slots=token_slots, lens=lens)
     return _attend(q, lists, None, scale, value_size, page_size, codec, tuning)
 

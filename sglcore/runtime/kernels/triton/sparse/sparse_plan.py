@@ -192,7 +192,9 @@ def window_rows(
     out: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.window_rows`."""
+    """Implement `KernelTable.window_rows`: write the rows of the last `window` tokens up to each
+    token to `out` int32 [T, window], the oldest first, then -1.
+    """
     _lists(table, token_slots, positions, window, 1, page_size, out, tuning)
 
 
@@ -205,7 +207,9 @@ def block_rows(
     out: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.block_rows`."""
+    """Implement `KernelTable.block_rows`: write the rows of the blocks of `ratio` tokens that are
+    complete with each token to `out` int32 [T, W], then -1.
+    """
     _lists(table, token_slots, positions, 0, ratio, page_size, out, tuning)
 
 
@@ -260,7 +264,9 @@ def compress_plan(
     writes: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.compress_plan`."""
+    """Implement `KernelTable.compress_plan`: write which blocks this step completes to `reads`,
+    `block_positions` and `out_rows`, and the tokens' rows in the state to `writes`.
+    """
     (events, span), rows, tokens = reads.shape, slots.shape[0], writes.shape[0]
     stride = 0 if state_table is None else state_table.stride(0)
     shape = {"PAGE": page_size, "RING": ring, "BLOCK": EVENTS, **tuning.options(tuning.compress_plan)}
