@@ -25,8 +25,9 @@ PACKAGE = HERE / "sglcore_cpu"
 
 
 def compiler_module() -> ModuleType:
-    """Load `sglcore_cpu.compile` without importing the package: its dependencies are not installed
-    yet."""
+    """Load the file `sglcore_cpu/compile.py` as a module without importing the package, because the
+    package's dependencies are not installed yet. Return the module; it is also in `sys.modules` as
+    `sglcore_cpu_compile`."""
     spec = importlib.util.spec_from_file_location("sglcore_cpu_compile", PACKAGE / "compile.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,16 +41,19 @@ ASKED = os.environ.get(COMPILE.SETTING) or COMPILE.HERE
 
 
 class BuildNative(build_ext):
-    """Builds a plain shared library instead of a Python extension module."""
+    """The setuptools command `build_ext`: builds the native kernels as a plain shared library, not
+    as a Python extension module."""
 
     def get_ext_filename(self, fullname):
-        """Return the library's path without the suffix that Python adds to extension modules."""
+        """Return the path of the library `fullname` (a dotted name), relative to the build folder:
+        folders, then `NAME.so`, without the suffix that Python adds to extension modules."""
         *folders, name = fullname.split(".")
         return str(Path(*folders, f"{name}.so"))
 
     def build_extension(self, ext):
-        """Compile the library; on failure write the compiler's message to a `.error` file in its
-        place."""
+        """Compile the library: in an editable installation into the source folder, else into the
+        build folder. If the compiler is missing or fails, raise nothing: print its message and
+        write it to a file next to the library's place, with the suffix `.error`."""
         is_here = self.editable_mode or self.inplace
         target = PACKAGE / COMPILE.LIBRARY if is_here else Path(self.get_ext_fullpath(ext.name)).resolve()
         said = target.with_suffix(".error")
@@ -68,11 +72,11 @@ class BuildNative(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """A wheel for one platform and any Python version: the library is loaded with ctypes, not
-    imported."""
+    """The setuptools command `bdist_wheel` for a wheel of one platform and any Python 3: the
+    library is loaded with ctypes, not imported."""
 
     def get_tag(self):
-        """Return the platform's tag without a Python version and ABI."""
+        """Return ("py3", "none", the platform's tag): no Python version and no ABI."""
         return ("py3", "none", super().get_tag()[2])
 
 

@@ -17,7 +17,8 @@ NOT_SAID = "the server gave no details"
 
 
 class ServerError(SglcoreError):
-    """A server cannot be reached, or answers with an error."""
+    """A server cannot be reached, answers with an error status, or with something that is not
+    understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,14 @@ class Address:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that every request to the server needs."""
+        """The headers that every request to the server needs: host, accepted types, and the API key
+        if there is one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         known = {"Host": f"{host}:{self.port}", "Accept": "application/json, text/event-stream"}
         return {**known, **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
 
     def connect(self, timeout: float | None = 30.0) -> http.client.HTTPConnection:
-        """Return a connection, which its first request opens.
+        """Return a new connection, which its first request opens; the caller closes it.
 
         `timeout` is the limit in seconds for each wait on the network; None is no limit.
         """
@@ -72,8 +74,8 @@ def address(url: str, key: str = "") -> Address:
 
 
 def get_json(where: Address, path: str) -> Any:
-    """Return the JSON answer to a GET of `path`. Raises ServerError if there is none, if its status
-    is not 200, or if it is not JSON."""
+    """Return the parsed JSON answer to a GET of `path`, which follows the address's folder; waits.
+    Raises ServerError if there is no answer, if its status is not 200, or if it is not JSON."""
     connection = where.connect()
     try:
         connection.request("GET", where.folder + path, headers=where.headers)
@@ -94,15 +96,17 @@ def get_json(where: Address, path: str) -> Any:
 
 
 def unreachable(where: Address, error: Exception) -> ServerError:
-    """Return the error for a server whose connection failed with `error`."""
+    """Return, without raising it, the error for a server to which a connection failed with
+    `error`."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return ServerError(f"{where} cannot be reached: {reason}", remedy="start it with `sglcore serve`, or check --url")
 
 
 def refusal(content: bytes) -> str:
-    """Return the message in the body of an error response.
+    """Return the message in the body of an error response, never empty.
 
-    JSON with "error" or "detail" is understood. Of other text, it is the first 200 bytes.
+    JSON with "error" or "detail" is understood. Of other text, it is the first 200 bytes; of an
+    empty body, a fixed phrase.
     """
     try:
         found = json.loads(content)
@@ -113,8 +117,8 @@ def refusal(content: bytes) -> str:
 
 
 def served_model(where: Address) -> str:
-    """Return the name of the first model that the server lists. Raises ServerError if it lists none
-    or cannot be reached."""
+    """Return the name of the first model that the server lists; waits. Raises ServerError if it
+    lists none or cannot be reached."""
     listed = get_json(where, "/v1/models")
     models = listed.get("data") if isinstance(listed, dict) else None
     names = [each["id"] for each in models or () if isinstance(each, dict) and "id" in each]

@@ -23,7 +23,7 @@ first; the others have one value for each request."""
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, percentiles and maximum of a latency, in milliseconds."""
+    """Mean, percentiles (p50, p90, p99) and maximum of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -42,7 +42,8 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The results of a benchmark; `figures` computes them.
+    """The results of a benchmark, which `figures` computes: numbers of requests and tokens, rates
+    per second, latencies, failures by kind, goals and goodput.
 
     Rates are those of requests that completed, long prompts included, over `seconds`. Latencies
     exclude long prompts.
@@ -110,9 +111,11 @@ class Figures:
 
 
 def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None) -> Figures:
-    """Return the results of a load from the records of all its requests.
+    """Return the results of a load from the records of all its requests; with no records, all
+    numbers are 0.
 
-    `goals` are upper limits in milliseconds, by the names in LATENCIES except "itl".
+    `goals` are upper limits in milliseconds, by the names in LATENCIES except "itl"; None or empty:
+    no goodput.
     """
     whole = [record for record in records if record.is_whole]
     seconds = max((record.end for record in records), default=0.0) - min(
@@ -152,9 +155,11 @@ def _acceptance_length(records: Sequence[Record]) -> float | None:
 
 
 def values_of(record: Record, name: str) -> list[float]:
-    """Return the values of one latency for a request, in seconds; `name` is a key of LATENCIES.
+    """Return the values of one latency for a request, in seconds; `name` is a key of LATENCIES: one
+    value, or for "itl" one for each piece of text after the first.
 
-    The request must have text. The result is empty if the latency does not exist for it.
+    The request must have text. The result is empty if the latency does not exist for it: "tpot"
+    with at most one token.
     """
     if name == "itl":
         return record.gaps
@@ -163,16 +168,16 @@ def values_of(record: Record, name: str) -> list[float]:
 
 
 def spread(seconds: Iterable[float]) -> Spread:
-    """Return mean and percentiles, in milliseconds, of values in seconds. There must be at least
-    one."""
+    """Return mean, percentiles and maximum, in milliseconds, of values in seconds. There must be at
+    least one; raises IndexError otherwise."""
     values = sorted(value * 1000 for value in seconds)
     p50, p90, p99 = (percentile(values, share) for share in (0.5, 0.9, 0.99))
     return Spread(sum(values) / len(values), p50, p90, p99, values[-1])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values, interpolated between neighbours. There must be at least
-    one value.
+    """Return a percentile of ascending values, interpolated between neighbours, in their unit.
+    There must be at least one value (not checked).
 
     `share` is from 0 to 1; 0.5 is the median.
     """
@@ -183,8 +188,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def goals_of(words: Iterable[str]) -> dict[str, float]:
-    """Return latency goals in milliseconds by name, from words such as "ttft:200". Raises
-    ConfigError for any other word."""
+    """Return latency goals in milliseconds by name (ttft, tpot, e2e), from words such as
+    "ttft:200"; the last one of a name counts. Raises ConfigError for any other word."""
     wanted = "ttft:MS, tpot:MS or e2e:MS, such as ttft:200"
     found: dict[str, float] = {}
     for word in words:

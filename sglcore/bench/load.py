@@ -27,10 +27,10 @@ Done = Callable[[Record], None]
 class Offer:
     """The server that gets the load, and how requests are sent.
 
-    `is_open` says whether the load has arrival times, from which latency is then measured.
-    `max_concurrency` limits the requests in flight, long prompts excepted; None is no limit.
-    `timeout` is in seconds for each whole request. `extra` is added to the body of each request and
-    overrides its fields.
+    `where` is its address, `model` the name that requests give. `is_open` says whether the load has
+    arrival times, from which latency is then measured. `max_concurrency` limits the requests in
+    flight, long prompts excepted; None is no limit. `timeout` is in seconds for each whole request.
+    `extra` is added to the body of each request and overrides its fields.
     """
 
     where: Address
@@ -70,8 +70,9 @@ def run_load(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
     """Send every job when it is due, and return their records, in the order of `jobs`.
 
     Blocks until all have ended; cannot be called in a running event loop. `jobs` must be in order
-    of arrival. `done` is called with each record when its request ends. A failed request has a
-    `fault` in its record. Raises ServerError if the server cannot be reached at the start.
+    of arrival. `done` is called on this thread with each record when its request ends. A failed
+    request raises nothing: it has a `fault` in its record. Raises ServerError if the server cannot
+    be reached at the start.
     """
     return asyncio.run(_offer(offer, jobs, done))
 

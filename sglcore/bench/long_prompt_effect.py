@@ -31,10 +31,8 @@ class Beside:
     prompts: int
 
     def ratio(self, name: str) -> float | None:
-        """Return a value of `during` divided by the same of `quiet`, or None if one does not exist.
-
-        `name` is a field of Spread, such as "p50".
-        """
+        """Return a value of `during` divided by the same of `quiet`, or None if one does not exist
+        or that of `quiet` is 0. `name` is a field of Spread, such as "p50"."""
         if self.quiet is None or self.during is None:
             return None
         quiet, during = getattr(self.quiet, name), getattr(self.during, name)
@@ -57,7 +55,8 @@ class Beside:
 
 
 def awaited(records: Sequence[Record]) -> list[Interval]:
-    """Return when each long prompt waited for its first token, as pairs of start and end.
+    """Return when each long prompt waited for its first token, as pairs of start (when it was sent)
+    and end, in the order of the records.
 
     Times are in seconds since the load began. A prompt without any text waited until its end.
     """
@@ -65,8 +64,9 @@ def awaited(records: Sequence[Record]) -> list[Interval]:
 
 
 def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Return the gaps between pieces of text of completed chats, in seconds: those while no long
-    prompt waited, and those that overlap with a waiting one."""
+    """Return two lists of gaps between pieces of text of completed chats (requests that are no long
+    prompts), in seconds: those while no long prompt waited for its first token, and those that
+    overlap with such a wait."""
     intervals = awaited(records)
     quiet, during = list[float](), list[float]()
     for record in records:
@@ -79,8 +79,8 @@ def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 
 
 def beside(records: Sequence[Record]) -> Beside | None:
-    """Return the effect of the load's long prompts on its chats, or None if it has no long
-    prompt."""
+    """Return the effect of the load's long prompts on its chats (the other requests), or None if
+    the records have no long prompt."""
     long = [record for record in records if record.is_long]
     if not long:
         return None

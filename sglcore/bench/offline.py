@@ -17,7 +17,8 @@ from sglcore.sampling.params import SamplingParams
 
 @dataclass(slots=True)
 class TimedRequest:
-    """A request in progress, and the times of its tokens in seconds since the load began."""
+    """A request in progress: its job, its output so far, and in `marks` the times at which the
+    engine gave it tokens, in seconds since the load began."""
 
     job: Job
     output: RequestOutput
@@ -27,11 +28,12 @@ class TimedRequest:
 def run_offline(
     llm: LLM, jobs: Sequence[Job], done: Callable[[Record], None], *, temperature: float = 0.0
 ) -> list[Record]:
-    """Add every job to the engine, step it until all have ended, and return their records, in order
-    of their numbers.
+    """Add every job to the engine at once, step it until all have ended, and return their records,
+    in order of their numbers.
 
-    Blocks. The arrival times of jobs are ignored. `done` is called with each record when its
-    request ends. Raises what `engine.add` raises for a job that it refuses.
+    Blocks. The arrival times of jobs are ignored: `due` and `sent` are 0. `done` is called with
+    each record when its request ends. A request that fails has a `fault` in its record. Raises what
+    `engine.add` raises for a job that it refuses.
     """
     begin = time.perf_counter()
     running: dict[str, TimedRequest] = {}

@@ -35,10 +35,12 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
-    """Write a PNG file with panels for latency, throughput and requests in flight.
+    """Write a PNG file to `path` with panels for latency, throughput and requests in flight; an
+    existing file is replaced.
 
     There are two more panels if there were draft tokens, and one more if there were long prompts.
-    `records` are those of all requests, and `found` is the result of `figures` for them.
+    `records` are those of all requests, and `found` is the result of `figures` for them. Needs
+    matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -90,7 +92,8 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
 
 
 def _acceptance(panel: Any, records: Sequence[Record], places: Sequence[float], what: str) -> None:
-    """Plot the tokens of each request in a step over `places`, one value per request.
+    """Plot the mean number of tokens that each request got in a step over `places`, one value per
+    request; `what` names them.
 
     Acceptance should not depend on them: if it falls, drafts may read wrong data.
     """
@@ -137,8 +140,8 @@ def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
 
 
 def _beside(panel: Any, records: Sequence[Record]) -> None:
-    """Plot the gaps between pieces of text over time, shaded while a long prompt waited for its
-    first token."""
+    """Plot the gaps between pieces of text of chats over time, shaded while a long prompt waited
+    for its first token."""
     panel.set_title("Between pieces of text, while long prompts are awaited (shaded) and while none is")
     panel.set_xlabel("s")
     panel.set_ylabel("ms")

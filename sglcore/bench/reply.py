@@ -51,7 +51,7 @@ class Reply(asyncio.Protocol):
         self._is_done = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the request."""
+        """Send the request; asyncio calls it once the connection is open."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(self._request)
@@ -77,11 +77,13 @@ class Reply(asyncio.Protocol):
             self._end("")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer. Without a length or chunks, this is the regular end of a body."""
+        """End the answer; asyncio calls it. Without a length or chunks, this is the regular end of
+        a body; otherwise it is a fault, unless the answer had ended already."""
         self._end("" if isinstance(self._body, Plain) and self._body.length is None else "connection lost")
 
     def close(self) -> None:
-        """Close the connection at once, so that the server aborts the request."""
+        """Close the connection at once, without waiting, so that the server aborts the request;
+        without a connection it does nothing."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -114,8 +116,8 @@ class Reply(asyncio.Protocol):
             self.usage = json.loads(payload).get("usage") or {}
 
     def _is_failure(self, payload: bytes) -> bool:
-        """Return whether an event is an error, and record the first one. An "error" elsewhere in
-        the event does not count."""
+        """Return whether an event (its JSON text) is an error, and record the first one in `fault`.
+        An "error" elsewhere in the event does not count."""
         is_failure = bool(json.loads(payload).get("error"))
         if is_failure:
             self.fault = self.fault or Fault("error in the stream", refusal(payload))
@@ -133,7 +135,8 @@ class Reply(asyncio.Protocol):
 
 
 class Chunked:
-    """Decoder of a chunked HTTP body. `is_complete` is True after the last chunk."""
+    """Decoder of a chunked HTTP body, fed with `push`. `is_complete` is True after the last chunk,
+    of length 0."""
 
     __slots__ = ("_left", "_rest", "is_complete")
 
@@ -168,8 +171,8 @@ class Chunked:
 
 
 class Plain:
-    """Decoder of an HTTP body that is not chunked. `length` is in bytes; None if the body ends with
-    the connection."""
+    """Decoder of an HTTP body that is not chunked, fed with `push`. `length` is in bytes; None if
+    the body ends with the connection."""
 
     __slots__ = ("_seen", "length")
 
@@ -183,6 +186,6 @@ class Plain:
         return self.length is not None and self._seen >= self.length
 
     def push(self, data: bytes) -> bytes:
-        """Return the received bytes unchanged, and count them."""
+        """Return the received bytes unchanged, and count them for `is_complete`."""
         self._seen += len(data)
         return data

@@ -11,7 +11,9 @@ from sglcore.bench.reply import Fault
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the client measured for one request. Times are in seconds since the load began."""
+    """What the client measured for one request: when it was due, sent and ended, when text arrived
+    (`marks`), numbers of tokens, and why it failed (`fault`; None if it did not). Times are in
+    seconds since the load began."""
 
     number: int
     """Its number in the load, from 0."""
@@ -45,12 +47,13 @@ class Record:
 
     @property
     def ttft(self) -> float:
-        """Seconds from `due` to the first piece of text. Needs text."""
+        """Seconds from `due` to the first piece of text. Raises IndexError without text."""
         return self.marks[0] - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first, or None with at most one token. Needs text."""
+        """Seconds per token after the first, or None with at most one token. Raises IndexError if
+        there are tokens without text."""
         return (self.marks[-1] - self.marks[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -60,19 +63,20 @@ class Record:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between consecutive pieces of text."""
+        """Seconds between consecutive pieces of text; empty with at most one."""
         return [after - before for before, after in pairwise(self.marks)]
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean number of tokens in a step after the first token. None if there were no draft
-        tokens."""
+        """Mean number of tokens in a step after the first token, accepted draft tokens included.
+        None if there were no draft tokens, or no such step."""
         steps = self.output_tokens - 1 - self.accepted_tokens
         return (self.output_tokens - 1) / steps if self.proposed_tokens and steps > 0 else None
 
     def as_json(self) -> dict[str, object]:
-        """Return plain values; times are in milliseconds since the load began. Of `marks`, only the
-        first is included."""
+        """Return plain values by name; times are in milliseconds since the load began. Of `marks`,
+        only the first is included, as `first_ms` (None without text); `error` is kind and message,
+        or None."""
         return {
             "number": self.number,
             "due_ms": _ms(self.due),

@@ -29,13 +29,14 @@ class Span:
         return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
 
     def draw(self, source: Random) -> int:
-        """Return a random number of the range, all equally likely."""
+        """Return a random number of the range, all equally likely, both ends possible."""
         return source.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The parameters of a load. Raises ConfigError if one is out of range."""
+    """The parameters of a load: number of requests, ranges of prompt and output tokens, shared
+    prefix, rate per second, seed, and long prompts. Raises ConfigError if one is out of range."""
 
     num_prompts: int
     """Number of requests, at least 1, without the long prompts."""
@@ -102,8 +103,9 @@ class Workload:
 class Job:
     """One request of a load.
 
-    `arrival` is in seconds since the load begins, `prompt` has token ids, and `output_len` is the
-    number of output tokens.
+    `number` counts from 0, long prompts last. `arrival` is in seconds since the load begins,
+    `prompt` has token ids, and `output_len` is the number of output tokens. `is_long`: it is one of
+    the load's long prompts.
     """
 
     number: int
@@ -114,10 +116,10 @@ class Job:
 
 
 def span(name: str, text: str, least: int = 1) -> Span:
-    """Return the range in a text such as "128" or "32..256".
+    """Return the range in a text such as "128" (one number) or "32..256".
 
     `name` is the option in errors, and `least` the smallest valid number. Raises ConfigError for
-    another text.
+    another text, smaller numbers, or a range that descends.
     """
     low, dots, high = text.partition("..")
     try:
@@ -131,7 +133,7 @@ def span(name: str, text: str, least: int = 1) -> Span:
 
 def rate(text: str) -> float:
     """Return the requests per second in a text such as "8", "0.5" or "inf". Raises ConfigError if
-    it is not a number."""
+    it is not a number; a number of 0 or less is refused by `Workload`."""
     try:
         return float(text)
     except ValueError:
@@ -139,7 +141,8 @@ def rate(text: str) -> float:
 
 
 def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None) -> list[Job]:
-    """Return the requests of a load, in order of arrival, with token ids below `vocab_size`.
+    """Return the requests of a load, long prompts among them, in order of arrival, with token ids
+    below `vocab_size`. Equal arguments give equal requests.
 
     `max_model_len` is the model's context length in tokens; None is no limit. Raises ConfigError if
     a request could exceed it.

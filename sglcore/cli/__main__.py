@@ -15,10 +15,11 @@ from sglcore.engine.process_end import drop_output, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in `arguments` (None: those of the process) and return its exit code.
+    """Run the command in `arguments` (None: those of the process) and return its exit code, which
+    is the command's own, except:
 
     2: an error that a user can correct, printed in one line. 141, as in a shell: the reader of the
-    output has closed it.
+    output has closed it. A full disk is printed as an error too. Other exceptions are raised.
     """
     try:
         code = _main(tuple(sys.argv[1:] if arguments is None else arguments))
@@ -73,7 +74,8 @@ def _run(words: Sequence[str]) -> int:
 
 
 def command() -> NoReturn:
-    """Run the command of this process and end the process with its exit code."""
+    """Run the command of this process and end the process with its exit code. It does not
+    return."""
     leave(main())
 
 

@@ -162,31 +162,32 @@ SPECULATIVE_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def drafter_name(word: str) -> str:
-    """Return our name of a kind of drafts; a word that is no alias is returned in lower case."""
+    """Return our name of a kind of drafts for `word`, in any case; a word that is no alias is
+    returned in lower case, unchecked."""
     return DRAFTER_NAMES.get(word.lower(), word.lower())
 
 
 def role_name(word: str) -> str:
-    """Return our name of a role in disaggregation; a word that is no alias is returned in lower
-    case."""
+    """Return our name of a role in disaggregation for `word`, in any case; a word that is no alias
+    is returned in lower case, unchecked."""
     return ROLE_NAMES.get(word.lower(), word.lower())
 
 
 def graph_name(word: str) -> str:
-    """Return our name of a graph kind; a word that is no alias is returned unchanged, for the
-    device to check.
-    """
+    """Return our name of a graph kind for `word`, in any case; a word that is no alias is returned
+    unchanged, for the device to check."""
     return GRAPH_NAMES.get(word.lower(), word)
 
 
 def dtype_name(word: str) -> str:
-    """Return our name of an element type; a word that is no alias is returned unchanged."""
+    """Return our name of an element type for `word`, in any case; a word that is no alias is
+    returned unchanged, unchecked."""
     return DTYPE_NAMES.get(word.lower(), word)
 
 
 def refuse(words: Sequence[str]) -> None:
     """Raise ConfigError, with what to do instead, for the first word of a command line that is a
-    flag in REFUSED. Words after "--" are not checked."""
+    flag in REFUSED, with or without "=VALUE". Words after "--" are not checked."""
     for word in words[: words.index("--")] if "--" in words else words:
         if (remedy := REFUSED.get(word.partition("=")[0])) is not None:
             raise ConfigError(f"{word.partition('=')[0]} is no flag of sglcore", remedy=remedy)

@@ -22,7 +22,8 @@ SHOWN = ("device", "model", "kv cache")
 
 
 def show_banner(started: Started, *, verbose: bool = False) -> None:
-    """Print the banner of an engine in this process; `show_start` says what it shows."""
+    """Print the banner of an engine in this process on the error stream; `show_start` says what it
+    shows."""
     chosen = started.choice.chosen
     brought_by = f"{chosen.distribution} {chosen.version}"
     evidence, rows = started.choice.report.hardware.evidence, started.ledger.rows
@@ -39,7 +40,7 @@ def show_start(
     verbose: bool = False,
 ) -> None:
     """Print the version, the device with its evidence, the decisions of `rows`, and how long the
-    start took.
+    start took, on the error stream.
 
     `brought_by` is the distribution of the device package and its version. `seconds` has the time
     of each step of the start by name, at least one, and their sum as "total".
@@ -71,7 +72,8 @@ def show_start(
 
 
 def ledger_table(rows: Sequence[Row], *, remedies: bool = False) -> object:
-    """Return a `rich` table of decisions, with downgrades in another color.
+    """Return a `rich.table.Table` of decisions, one line for each of `rows`, with downgrades in
+    another color; it prints nothing.
 
     It has a column of requested values if any chosen value differs from its request. `remedies`
     adds to each reason how to change the choice.

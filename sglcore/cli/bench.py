@@ -154,7 +154,8 @@ def offline(
 
 
 def make_bench() -> typer.Typer:
-    """Return the application with the commands below `sglcore bench`."""
+    """Return a typer application with the commands below `sglcore bench`: serve, offline and
+    links."""
     app = typer.Typer(
         help="Benchmark a server, the engine alone, or the links between ranks.",
         no_args_is_help=True,
@@ -201,8 +202,8 @@ def _check_concurrency(most: int | None) -> None:
 
 
 def _limits(where: Address) -> tuple[int, int]:
-    """Return the vocabulary size and the context length, in tokens, of the model of an sglcore
-    server.
+    """Return the vocabulary size and the context length, in tokens, that an sglcore server reports;
+    waits for the answer.
 
     Raises ServerError if it cannot be reached, is not sglcore, or is not ready.
     """

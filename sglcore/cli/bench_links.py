@@ -65,7 +65,8 @@ def links_json(found: LinkFigures) -> dict[str, Any]:
 
 
 def _numbers(alpha: float, beta: float) -> dict[str, float | None]:
-    """Return the latency in microseconds and the bandwidth in 10^9 bytes/s.
+    """Return `alpha_us`, the latency in microseconds, and `gb_s`, the bandwidth in 10^9 bytes/s, by
+    these names.
 
     `alpha` is in seconds and `beta` in seconds per byte. If no size was large enough to measure
     `beta`, it is 0 and the bandwidth is None.

@@ -10,8 +10,8 @@ from sglcore.bench.long_prompt_effect import Beside
 
 
 def totals_table(found: Figures) -> Table:
-    """Return a table of totals and rates: requests, tokens, draft tokens, goodput, and the
-    duration."""
+    """Return a table of totals and rates: requests, tokens, the duration, and, only if there are
+    any, cached tokens, draft tokens and goodput."""
     table = Table("", "total", "per second", box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
     table.add_row("requests", f"{found.whole} of {found.requests}", f"{found.requests_per_s:.2f}")
@@ -33,7 +33,8 @@ def totals_table(found: Figures) -> Table:
 
 
 def latency_table(found: Figures) -> Table:
-    """Return a table of latencies in milliseconds: mean, percentiles and maximum."""
+    """Return a table of latencies in milliseconds (mean, percentiles and maximum), one row for each
+    latency that has values, and one for the lag of late requests."""
     names = ("mean", "p50", "p90", "p99", "max")
     table = Table("ms", *names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:
@@ -46,8 +47,8 @@ def latency_table(found: Figures) -> Table:
 
 
 def beside_table(found: Beside) -> Table:
-    """Return a table of the gaps between pieces of text, in milliseconds, while a long prompt
-    waited for its first token and while none did."""
+    """Return a table of the gaps between pieces of text, in milliseconds, while no long prompt
+    waited for its first token and while one did, with their ratio; "-" where there is no value."""
     names = ("mean", "p50", "p90", "p99", "max")
     table = Table("ms between pieces", *names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:

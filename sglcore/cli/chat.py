@@ -128,8 +128,8 @@ class Conversation:
     """The messages so far, and where the answers come from.
 
     `turns` has the messages of the user and of the model, without the system prompt. An empty
-    `system` is none. `has_failed` says whether any turn ended with an error. `out` prints the
-    answers.
+    `system` is none. With `is_quiet` only answers are printed. `has_failed` says whether any turn
+    ended with an error. `out` prints the answers.
     """
 
     source: Source
@@ -141,13 +141,15 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages for the model: the system prompt, if there is one, and the turns."""
+        """The messages for the model, a new list: the system prompt, if there is one, and the
+        turns."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
 
 class Interrupts:
-    """Context manager for one answer of `source`: inside it, the first Ctrl-C stops the answer, and
-    a further one raises KeyboardInterrupt.
+    """Context manager for one answer of `source`: inside it, the first Ctrl-C stops the answer
+    (`source.stop`), and a further one raises KeyboardInterrupt; afterwards the previous handler is
+    back.
 
     `is_stopped` says whether the answer was stopped. Must be entered in the main thread.
     """
@@ -174,10 +176,11 @@ class Interrupts:
 
 
 def talk(conversation: Conversation) -> None:
-    """Read messages from standard input and print answers until the input ends or /quit.
+    """Read messages from standard input and print answers until the input ends or /quit; blocks.
 
-    Errors are printed, and the conversation continues. If the input is not a terminal, an error in
-    any turn raises `typer.Exit` with the error's exit code at the end.
+    Errors of an answer are printed on the error stream, and the conversation continues. If the
+    input is not a terminal, an error in any turn raises `typer.Exit` with the error's exit code at
+    the end.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -196,10 +199,10 @@ def talk(conversation: Conversation) -> None:
 
 
 def _read(is_terminal: bool) -> str | None:
-    """Return the next line of input, stripped, or None at the end of the input.
+    """Return the next line of input, stripped (it may be empty), or None at the end of the input.
 
     At a terminal, Ctrl-C discards the line. A second Ctrl-C, or the first without a terminal,
-    raises `typer.Exit`.
+    raises `typer.Exit` with code 130.
     """
     was_interrupted = False
     while True:
@@ -234,7 +237,7 @@ def _answer(conversation: Conversation, text: str) -> None:
     """Send a message, print the answer, and add both to the conversation.
 
     A message without any text in answer is removed from the conversation. Errors of the source are
-    printed.
+    printed, not raised. Ctrl-C stops the answer; a second one raises `typer.Exit`.
     """
     from sglcore.cli.chat_source import ContextFull
 
@@ -260,9 +263,11 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 
 def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
-    """Print the answer as it arrives, and add its text to `spoken`, without the reasoning.
+    """Print the answer as it arrives, and add its pieces of text to `spoken`, without the
+    reasoning.
 
-    Returns a line with the number of tokens, the time to the first text, and the rate.
+    Returns a line with the number of tokens, the time to the first text, and the rate; "no text" if
+    there was none.
     """
     begin = time.perf_counter()
     times: list[float] = []

@@ -24,7 +24,8 @@ class Part:
     """A piece of an answer.
 
     `tokens` is the number of tokens that came with it. A server reports all tokens with the last
-    part, which has no text, and 0 with the others.
+    part, which has no text, and 0 with the others. `is_reasoning`: the text is the model's
+    reasoning, not its answer.
     """
 
     text: str
@@ -33,7 +34,7 @@ class Part:
 
 
 class ContextFull(SglcoreError):
-    """A conversation does not fit the context length."""
+    """A conversation does not fit the model's context length."""
 
 
 class Source(Protocol):
@@ -48,12 +49,14 @@ class Source(Protocol):
         ...
 
     def stop(self) -> None:
-        """End the answer in progress. Can be called from a signal handler."""
+        """End the answer in progress: its `stream` ends without an error. Does not wait. Can be
+        called from a signal handler."""
         ...
 
 
 class LocalSource:
-    """The `Source` that is a model in this process; `params` apply to every answer."""
+    """The `Source` that is a model in this process; the sampling parameters `params` apply to every
+    answer."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm = llm
@@ -61,7 +64,8 @@ class LocalSource:
         self._is_stopped = False
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """Implements `Source.stream`; a stop takes effect after the step in progress."""
+        """Implements `Source.stream`; a stop takes effect after the step in progress. Raises as
+        that method says."""
         from sglcore.schedule.request_errors import ContextError
 
         self._is_stopped = False
@@ -77,13 +81,13 @@ class LocalSource:
             raise ContextFull(str(error)) from None
 
     def stop(self) -> None:
-        """Implements `Source.stop`."""
+        """Implements `Source.stop`: the answer ends after the step in progress."""
         self._is_stopped = True
 
 
 class ServerSource:
-    """The `Source` that is a server with /v1/chat/completions. `fields` are added to the body of
-    every request."""
+    """The `Source` that is a server with /v1/chat/completions. `fields`, such as model and
+    temperature, are added to the body of every request."""
 
     def __init__(self, where: Address, fields: Mapping[str, object]) -> None:
         self._where = where
@@ -110,7 +114,7 @@ class ServerSource:
             connection.close()
 
     def stop(self) -> None:
-        """Implements `Source.stop`."""
+        """Implements `Source.stop`: shut the connection down, if there is one."""
         self._is_stopped = True
         if self._socket is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -140,7 +144,8 @@ class ServerSource:
 
 
 def chunk_parts(content: bytes) -> Iterator[Part]:
-    """Yield the parts in one event of a streamed chat completion; `content` is its JSON.
+    """Yield the parts in one event of a streamed chat completion, none for one without text and
+    counts; `content` is its JSON.
 
     Raises ServerError if the event is an error.
     """

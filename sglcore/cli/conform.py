@@ -86,8 +86,8 @@ def _show_table(results: Path, into: Path | None) -> None:
 
 
 def _run_pytest(words: list[str], quiet: bool) -> int:
-    """Run the conformance tests with `words` as additional arguments, and return pytest's exit
-    code.
+    """Run the conformance tests in this process with `words` as additional arguments, and return
+    pytest's exit code.
 
     Configuration files and `conftest.py` of the current folder are ignored. `quiet` sends pytest's
     output to the error stream. Raises SglcoreError if pytest or torch is not installed.

@@ -33,7 +33,8 @@ class Survey:
     unclaimed: tuple[PciDevice, ...]
 
     def is_chosen(self, item: Candidate) -> bool:
-        """Return whether the package would be used."""
+        """Return whether the package of this candidate would be used; False for all if none can be
+        chosen."""
         return self.choice is not None and self.choice.chosen.name == item.name
 
 
@@ -80,9 +81,9 @@ def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
 def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested = Requested()) -> Survey:
     """Probe every package of `found`, and choose as a start with `requested` would.
 
-    An error of a package is kept in its Candidate, so that it does not hide the others. The package
-    that `shown` names is probed a second time as if the user had requested it; this does not change
-    the choice.
+    Raises nothing: an error of a package is kept in its Candidate, so that it does not hide the
+    others, and a failed choice in `refusal`. The package that `shown` names is probed a second time
+    as if the user had requested it; this does not change the choice.
     """
     system = host_system()
     bus = system.pci()
@@ -97,7 +98,8 @@ def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested 
 
 
 def survey_values(seen: Survey) -> Mapping[str, object]:
-    """Return the survey as plain values, for JSON."""
+    """Return the survey as plain values, for JSON: the choice and its ledger rows, the refusal as
+    text, the packages with facts and tracebacks, and unclaimed accelerators."""
     return {
         "chosen": asdict(seen.choice.chosen) if seen.choice else None,
         "rows": [asdict(row) for row in seen.choice.rows] if seen.choice else [],

@@ -78,8 +78,9 @@ for name in names:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding of `sglcore doctor`. The verdict is `ok`, `note` (no problem in itself) or `bad`
-    (something will not run). `remedy` may be empty."""
+    """One finding of `sglcore doctor`: what it is about (`topic`), and what was found. The verdict
+    is `ok`, `note` (no problem in itself) or `bad` (something will not run). `remedy` says what to
+    do, and may be empty."""
 
     topic: str
     verdict: str
@@ -96,9 +97,10 @@ def doctor(as_json: bool = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks and print the findings; returns 1 if any is bad, else 0.
+    """Run all checks and print the findings (with `--json` as JSON); return 1 if any is bad, else
+    0.
 
-    `arguments` are the command's; None reads `sys.argv`.
+    `arguments` are the command's words; None reads `sys.argv`. Raises SystemExit for unknown ones.
     """
     parser = argparse.ArgumentParser(prog="sglcore doctor", description="Check this machine.")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -113,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
-    """Return the findings of all examinations, in order. An exception of an examination becomes a
-    bad finding with its traceback."""
+    """Run all examinations and return their findings, in order. An exception of an examination
+    becomes a bad finding under the name it has in `examinations`, with its traceback."""
     checks: list[Check] = []
     for topic, examination in examinations.items():
         try:
@@ -125,7 +127,7 @@ def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
 
 
 def check_python() -> Iterable[Check]:
-    """Yield a Check of Python's version, `bad` if it is older than LEAST_PYTHON."""
+    """Yield one Check of Python's version and place, `bad` if it is older than 3.11."""
     found = f"{platform.python_version()} at {sys.executable} on {platform.system()} {platform.machine()}"
     if sys.version_info < LEAST_PYTHON:
         yield Check("python", "bad", found, f"use Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
@@ -134,8 +136,8 @@ def check_python() -> Iterable[Check]:
 
 
 def check_distributions() -> Iterable[Check]:
-    """Check that the distributions the core needs are installed, and that compiled ones can be
-    imported.
+    """Yield a Check for each distribution that the core needs: `bad` if it is not installed, or if
+    it is compiled and its import fails.
 
     The imports run in another process, because a broken one may crash it.
     """
@@ -155,10 +157,11 @@ def check_distributions() -> Iterable[Check]:
 
 
 def import_faults(modules: Sequence[str]) -> dict[str, str]:
-    """Import modules in another process; returns module -> error, for each that failed.
+    """Import modules in another process; return the error by module, for each that failed, so {} if
+    all can be imported.
 
-    If a module ends the process or exceeds IMPORT_SECONDS, the remaining ones are imported in a new
-    process.
+    If a module ends the process or exceeds IMPORT_SECONDS (a minute for all together), it has
+    failed, and the remaining ones are imported in a new process.
     """
     faults: dict[str, str] = {}
     left = list(modules)
@@ -180,8 +183,8 @@ def import_faults(modules: Sequence[str]) -> dict[str, str]:
 
 
 def check_devices() -> Iterable[Check]:
-    """Check every device package: the facts that its probe found, the choice, and accelerators that
-    no package supports."""
+    """Yield Checks of every device package (the facts that its probe found), of accelerators that
+    no package supports, and of the choice that a start would make."""
     found, requested = discover(), requested_device(None)
     if not found:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
@@ -223,7 +226,8 @@ def _check_device(candidate: Candidate) -> Iterable[Check]:
 
 
 def check_memory(system: System | None = None) -> Iterable[Check]:
-    """Check the memory of the machine and the limits of this process's control groups.
+    """Yield one Check of the machine's memory and the limits of this process's control groups,
+    `bad` below 2 GiB.
 
     `system` replaces the files of this machine in tests.
     """
@@ -238,8 +242,8 @@ def check_memory(system: System | None = None) -> Iterable[Check]:
 
 
 def check_compiler() -> Iterable[Check]:
-    """Yield a Check for a C++ compiler, which compiled graphs need: the command in CXX, c++, g++ or
-    clang++. `note` if none is found."""
+    """Yield one Check for a C++ compiler, which compiled graphs need: the command in CXX, c++, g++
+    or clang++, the first that is on the PATH. `note` if none is found."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     if path:
@@ -249,7 +253,9 @@ def check_compiler() -> Iterable[Check]:
 
 
 def check_torch() -> Iterable[Check]:
-    """Check that torch can be imported, in another process, because a broken torch may crash it.
+    """Yield one Check of whether torch can be imported, which is tried in another process, because
+    a broken torch may crash it. `note` if it is not installed, `bad` if the import fails or takes
+    too long.
 
     The variable SGLCORE_DOCTOR_TORCH_SECONDS replaces the time limit TORCH_SECONDS.
     """
@@ -273,8 +279,8 @@ def check_torch() -> Iterable[Check]:
 
 
 def _absent_torch(found: Sequence[Installed]) -> Check:
-    """Return the finding for a missing torch, which depends on what the installed device packages
-    require."""
+    """Return the finding for a missing torch, always a `note`; its text and remedy depend on which
+    of the installed device packages require torch."""
     asking = [item.distribution for item in found if item.distribution and _requires_torch(item.distribution)]
     if asking:
         return Check("torch", "note", f"not installed; needed by {', '.join(asking)}", "pip install torch==2.13.0")
@@ -294,8 +300,8 @@ def _requires_torch(distribution: str) -> bool:
 
 
 def check_environment() -> Iterable[Check]:
-    """Yield a note for each variable whose name begins with SGLCORE_: its value unless it is
-    secret, or that sglcore does not read it."""
+    """Yield a `note` for each variable with a name that begins with SGLCORE_: its value unless it
+    is secret, or that sglcore does not read it."""
     from sglcore.config.engine_config import EngineConfig
     from sglcore.config.server_config import ServerConfig
     from sglcore.config.settings import PREFIX, settings_of

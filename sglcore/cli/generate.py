@@ -67,10 +67,11 @@ def generate(
 
 
 def _text(prompt: str | None, model: str | None) -> str:
-    """Return the prompt; "-" reads standard input, and so does None if standard input is not a
-    terminal.
+    """Return the prompt; "-" reads standard input to its end, and so does None if standard input is
+    not a terminal.
 
-    Raises ConfigError if there is no prompt and no input, or if `model` looks like a prompt.
+    Raises ConfigError if there is no prompt and no input, or if `model` looks like a prompt:
+    several words, and no such file.
     """
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise ConfigError(f"there is no model {model!r}", remedy="give the text to complete with --prompt")

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def json_text(values: Mapping[str, object]) -> str:
-    """Return JSON with indentation."""
+    """Return the values as JSON with an indentation of 2, without a newline at the end."""
     return json.dumps(values, indent=2)
 
 
 def show_survey(seen: Survey) -> None:
     """Print which device is chosen, unclaimed accelerators, and a table of the packages with their
-    facts.
+    facts, on standard output.
 
     Tracebacks of packages that raised go to the error stream.
     """
@@ -79,8 +79,8 @@ def _survey_lines(seen: Survey) -> tuple[str, ...]:
 
 
 def _print_tracebacks(seen: Survey) -> None:
-    """Print the traceback of each package that raised. An SglcoreError has none: its message is
-    sufficient."""
+    """Print the traceback of each package that raised to the error stream. An SglcoreError is left
+    out: its message is sufficient."""
     for item in seen.devices:
         if item.error is not None and not isinstance(item.error, SglcoreError):
             print(f"\n{item.installed.distribution} raised:", file=sys.stderr)

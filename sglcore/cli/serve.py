@@ -63,7 +63,7 @@ def serve(
 
 
 def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, EngineConfig, ServerConfig]:
-    """Return this node's placement, and the configurations with what it changes.
+    """Return this node's placement, and the two configurations with what it changes in them.
 
     With several nodes, --ray places the nodes instead of replicas. Raises ConfigError for server
     settings that cannot be combined with several nodes.
@@ -89,8 +89,8 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
 
 
 def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
-    """Hold ranks of the model for the server on node 0, and return the exit code of this
-    process."""
+    """Hold ranks of the model for the server on node 0 until it stops, and return the exit code of
+    this process."""
     import logging
 
     from sglcore.engine.ranks.host_process import Node, Stopping, follow
@@ -110,8 +110,8 @@ def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *,
 
 
 def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:
-    """Download the model if necessary, and return the configuration with its revision, and with
-    `speculative` "auto" if the checkpoint has a draft model.
+    """Download the model if necessary (blocks), and return the configuration with its revision, and
+    with `speculative` "auto" if the checkpoint has a draft model.
 
     Done before the server listens, so that a wrong model ends the command. An explicit
     `speculative` or `draft_model` is kept.
@@ -140,7 +140,7 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool, verbose: bo
 
 
 def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """Return the device of each replica, encoded for its process.
+    """Return the device of each replica, as text for its process.
 
     Done before the server listens, so that a missing device ends the command. Raises DeviceError,
     or ConfigError if there are too few devices.
@@ -153,9 +153,10 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool = False) -> None:
-    """Print the progress of loading, then the server's address and the banner.
+    """Wait until the model is loaded, printing the progress, then print the server's address and
+    the banner; if loading fails, print the reason.
 
-    If the output cannot be written, it is logged and the server continues.
+    If the output cannot be written, that is logged and the server continues.
     """
     import logging
 

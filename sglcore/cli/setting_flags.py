@@ -118,7 +118,8 @@ def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _agree(said: object, value: object) -> bool:
-    """Return whether two values of a setting agree; "on" agrees with any value except "off"."""
+    """Return whether two values of a setting agree: they are equal, or `value` is "on" and `said`
+    anything except "off"."""
     return said == value or (value == "on" and said != "off")
 
 
@@ -138,7 +139,8 @@ def _written(name: str, value: object) -> str:
 
 
 def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of speculation from all flags that set them.
+    """Return the settings of speculation by name, from all flags that set them, our own and those
+    of other engines; {} if none was given.
 
     Raises ConfigError for invalid JSON, and for a setting that two flags give.
     """
@@ -174,13 +176,15 @@ def _read_config(text: str) -> list[tuple[str, Any]]:
 
 
 def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:
-    """Return the settings of one configuration record, with lists as tuples."""
+    """Return those of the given settings that the configuration class `record` has, with lists as
+    tuples; values are not checked."""
     known = settings_of(record)
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items() if n in known}
 
 
 def flag_names(name: str) -> tuple[str, ...]:
-    """Return the flags of a setting: that of its name first, then those of other engines."""
+    """Return the flags of the setting `name`, with their hyphens: that of its name first, then
+    those of other engines."""
     return (_flag_of(name), *FLAGS.get(name, ()))
 
 

@@ -31,7 +31,8 @@ class Command(TyperCommand):
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections of arguments and flags; overrides `TyperCommand.format_options`."""
+        """Write the sections of arguments and flags to the formatter; overrides
+        `TyperCommand.format_options`, which typer calls for help."""
         parts: dict[str, list[tuple[str, str]]] = {}
         params: Any = self.get_params(ctx)
         for param in params:
@@ -84,8 +85,8 @@ def run(application: typer.Typer, words: Sequence[str]) -> int:
 
 
 def _found(error: Any, words: Sequence[str]) -> str:
-    """Return "FLAG: found VALUE, wanted TYPE" for an error about the value of a numeric flag; ""
-    for another error. `words`: the command line."""
+    """Return "FLAG: found VALUE, wanted TYPE" for a typer error about the value of a numeric flag;
+    "" for another error. `words`: the command line."""
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None:
         return ""
     names = error.param.get_help_record(error.ctx)

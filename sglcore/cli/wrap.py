@@ -8,10 +8,10 @@ import sys
 
 
 class Writer:
-    """Prints text on standard output at once.
+    """Prints text on standard output at once, without buffering.
 
     On a terminal with cursor control, a word that reaches the right edge is erased and printed
-    again on the next line.
+    again on the next line. Elsewhere the text is printed unchanged.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,8 @@ class Writer:
         self._word = ""
 
     def write(self, text: str) -> None:
-        """Print text as it is, without a newline at its end."""
+        """Print text at once, broken between words on a terminal; no newline is added at its
+        end."""
         width = shutil.get_terminal_size().columns
         sys.stdout.write(wrapped(self, text, width) if self._is_wrapped else text)
         sys.stdout.flush()
@@ -48,8 +49,8 @@ class Writer:
 
 
 def wrapped(writer: Writer, text: str, width: int) -> str:
-    """Return what to print for text on a terminal of `width` columns; updates the column of
-    `writer`.
+    """Return what to print for text on a terminal of `width` columns, with the control codes of
+    `Writer.take`; updates the column of `writer`.
 
     At the right edge the cursor stays on the last character. Erasing a word therefore also erases
     the space before it, which is not visible there.

@@ -45,8 +45,9 @@ LAWS: tuple[Law, ...] = tuple(
 
 
 def laws_up_to(level: str, names: Collection[str] = ()) -> tuple[Law, ...]:
-    """Return the laws of a level and of the levels before it, or only the named ones among them.
-    Raises ConfigError for unknown names."""
+    """Return the laws of a level (such as "C2") and of the levels before it, sorted by level, or
+    only the named ones among them. Raises ConfigError for unknown names; a named law of a higher
+    level is left out."""
     unknown = sorted(set(names) - {law.name for law in LAWS})
     if unknown:
         raise ConfigError(

@@ -47,15 +47,17 @@ PRINT_ORDER = "from {package}.bring_up import BRING_UP; print(BRING_UP.text(), e
 
 
 def next_steps(name: str, folder: Path, module: str | None = None) -> str:
-    """Return the text for the terminal that says what to fill in."""
+    """Return the text for the terminal that says what to fill in in the package that
+    `write_package` wrote with these arguments, in what order."""
     words = {key: text.format(module=module) for key, text in (TORCH if module else PLAIN).items()}
     return NEXT_STEPS.format(name=name, folder=folder, **words)
 
 
 def write_package(name: str, folder: Path, module: str | None = None) -> tuple[Path, ...]:
-    """Write the files and return their paths. `module`: the device's module of torch, as `--torch`
-    takes it. Raises ConfigError for a name that can not be a module's, for another module, or for a
-    folder that has files already."""
+    """Write the files of a new device package to `folder` and return their paths, sorted. `module`:
+    the device's module of torch, as `--torch` takes it; None: the device is not torch's. Raises
+    ConfigError for a name that can not be a module's, for another module, or for a folder that has
+    files already."""
     if not re.fullmatch(r"[a-z][a-z0-9]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} cannot name a device", wanted="a lower-case word, such as acme")
     values = {"name": name, "api": str(API), **_torch_values(f"torch_{name}" if module is None else module)}
@@ -95,8 +97,9 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def _order_text(package: str, folder: Path) -> str:
-    """Return the order of the written bring-up, computed in a process of its own, so that this
-    process imports nothing of the package."""
+    """Return the text of the start-up steps of the written package, computed in a process of its
+    own, so that this process imports nothing of the package. Waits; raises CalledProcessError if
+    that process fails."""
     words = (sys.executable, "-B", "-c", PRINT_ORDER.format(package=package))
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
 

@@ -26,7 +26,8 @@ WIDE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """An error that a law allows this package in one dtype, and the reason."""
+    """An error that a law (by name) allows this package in one dtype: `bound`, in place of the
+    law's own, and the reason."""
 
     law: str
     dtype: str
@@ -52,8 +53,8 @@ class Fixture:
 
 
 def read_fixture(folder: Path | None) -> Fixture:
-    """Read `conformance.toml` in a package's folder; the fixture is empty without a folder or a
-    file. Raises ConfigError for invalid content."""
+    """Return the content of `conformance.toml` in a package's folder; an empty fixture without a
+    folder or a file. Imports nothing. Raises ConfigError for invalid content."""
     file, values = read_tables(folder, FILE, "tolerance")
     cells, given = values.pop("cells", None), values.pop("tolerance", [])
     if values or not isinstance(given, list) or not isinstance(cells, str | None):
@@ -67,8 +68,9 @@ def read_fixture(folder: Path | None) -> Fixture:
 
 
 def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
-    """Return what is wrong with the tolerances themselves: listed twice, of an unknown law, of a
-    dtype that the law does not compare, infinite, or not wider than the law's."""
+    """Return what is wrong with the tolerances themselves, one text each, empty if nothing: listed
+    twice, of an unknown law, of a dtype that the law does not compare, infinite, or not wider than
+    the law's."""
     wrong: list[str] = []
     known = {law.name: law.tolerance for law in laws}
     for item in fixture.tolerances:
@@ -87,12 +89,13 @@ def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
 def tolerance_values(
     fixture: Fixture, laws: Sequence[Law], errors: Sequence[tuple[str, Mapping[str, float]]]
 ) -> list[dict[str, Any]]:
-    """Return each tolerance as results list it. `errors`: for each case that ran, the name of its
-    law and its largest error by dtype.
+    """Return each tolerance as results list it: a dictionary of its fields, `own` (the law's),
+    `largest` and `is_wide`. `errors`: for each case that ran, the name of its law and its largest
+    error by dtype.
 
-    `largest` is None where nothing ran in this dtype. `is_wide`: it allows more than `WIDE` times
-    the largest error; that is reported but is no failure, because the hardware may need a tolerance
-    that its stand-in does not.
+    `largest` is the largest of these errors, None where nothing ran in this dtype. `is_wide`: it
+    allows more than `WIDE` times the largest error; that is reported but is no failure, because the
+    hardware may need a tolerance that its stand-in does not.
     """
     known = {law.name: law.tolerance for law in laws}
     found: list[dict[str, Any]] = []
@@ -111,7 +114,7 @@ def tolerance_values(
 
 
 def tolerance_text(values: Mapping[str, Any]) -> str:
-    """Describe one entry of `tolerance_values` in one line."""
+    """Return a line of text that describes one entry of `tolerance_values`."""
     own = "nothing" if values["own"] is None else f"{values['own']:g}"
     seen = "nothing ran in it" if values["largest"] is None else f"the largest error was {values['largest']:.3g}"
     wide = f", {WIDE:g} times less than is allowed: narrow it" if values["is_wide"] else ""

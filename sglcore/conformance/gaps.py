@@ -22,8 +22,8 @@ FILE = "gaps.toml"
 @dataclass(frozen=True, slots=True)
 class Gap:
     """One [[gap]] of a package's `gaps.toml`: a law that the device does not satisfy yet. `law` is
-    a law's name, for all of its cases, or `name[case]`. `expiry` is the last day on which the gap
-    counts."""
+    a law's name, for all of its cases, or `name[case]`; `reason` says why, `link` is where it is
+    tracked. `expiry` is the last day on which the gap counts."""
 
     law: str
     reason: str
@@ -36,8 +36,8 @@ class Gap:
 
 
 def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
-    """Read `gaps.toml` in a package's folder; no gaps without a folder or a file. Raises
-    ConfigError for an entry that is not a gap."""
+    """Return the gaps in `gaps.toml` of a package's folder, in order; none without a folder or a
+    file. Expired ones are returned too. Raises ConfigError for an entry that is not a gap."""
     file, values = read_tables(folder, FILE, "gap")
     given = values.pop("gap", [])
     if values or not isinstance(given, list):
@@ -47,8 +47,8 @@ def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
 
 
 def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[str, Any]]:
-    """Read a TOML file of a package's folder; returns its path and its content, empty if there is
-    no file. Raises ConfigError for invalid TOML."""
+    """Read the TOML file `name` of a package's folder; return its path and its content, {} without
+    a folder or a file. `table` is used in the message only. Raises ConfigError for invalid TOML."""
     file = (folder or Path()) / name
     if folder is None or not file.is_file():
         return file, {}
@@ -59,9 +59,9 @@ def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[
 
 
 def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
-    """Convert `entry`, a table of a TOML file, to the dataclass `record`. Raises ConfigError unless
-    it has exactly the dataclass's fields, of their types, without empty text; `wanted` describes
-    that."""
+    """Return `entry`, a table of a TOML file, as an object of the dataclass `record`. Raises
+    ConfigError unless it has exactly the dataclass's fields, of their types, without empty text;
+    `wanted` describes that in the message."""
     types = get_type_hints(record)
     found = sorted(entry) if isinstance(entry, dict) else []
     if found != sorted(types) or any(
@@ -80,8 +80,9 @@ def gap_for(gaps: Sequence[Gap], name: str) -> Gap | None:
 
 
 def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date) -> list[str]:
-    """Return what is wrong with the gaps themselves: expired, listed twice, or about no law.
-    `known`: `name[case]` of every case."""
+    """Return what is wrong with the gaps themselves, one text each, empty if nothing: expired
+    before `today`, listed twice, or about no law. `known`: the name of every case, as
+    `name[case]`."""
     wrong: list[str] = []
     for gap in gaps:
         if not any(gap.covers(name) for name in known):

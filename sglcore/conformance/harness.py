@@ -30,9 +30,10 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished request: `scores` has one record for each output token, `prompt_scores` records of
-    the prompt tokens after the first, if they were requested, `cached` is the number of prompt
-    tokens from the prefix cache."""
+    """A finished request: `tokens` are its output ids, `finish` the reason of its end; `scores` has
+    one record for each output token, `prompt_scores` records of the prompt tokens after the first,
+    if they were requested; `greedy`: it was not sampled; `cached` is the number of prompt tokens
+    from the prefix cache."""
 
     prompt: list[int]
     tokens: list[int]
@@ -45,7 +46,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """Settings of a `Session`: how its scheduler runs prompts, and when they arrive."""
+    """Settings of a `Session`: how its scheduler runs prompts (overlap, chunk size, order and
+    number of pages, prefix cache, scores of prompts), and how many steps lie between their arrivals
+    (`stagger`)."""
 
     overlap: bool = False
     """Whether a step is submitted before the previous one is collected."""
@@ -68,9 +71,9 @@ class Drive:
 
 
 class Session:
-    """Runs prompts through one scheduler on a harness's worker: `run`, or `begin`, `step` and
-    `end`. The worker and the pages keep what earlier sessions left, and a further `begin` sees what
-    the earlier one left."""
+    """Runs prompts through one scheduler on a harness's worker: `run`, or `begin`, `step` until
+    False, and `end`. The worker and its KV pages keep what earlier sessions wrote, and a further
+    `begin` sees what the earlier one left."""
 
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
@@ -105,7 +108,8 @@ class Session:
         self._waiting, self._step = list(self._requests), 0
 
     def step(self) -> bool:
-        """Run one step of the loop; returns False when nothing is left. Waits."""
+        """Run one step of the scheduler's loop; return whether there was something to run. Waits.
+        Prompts arrive as `Drive.stagger` says."""
         if not self._waiting and not self._loop.has_work:
             return False
         if not self._step % max(self._drive.stagger, 1):
@@ -156,8 +160,9 @@ class Session:
 
 
 class Harness:
-    """A started device on one of the kit's models, with a `RecordingWorker` around its worker.
-    Sessions run prompts on it."""
+    """A started device on one of the kit's models, with a `RecordingWorker` (`recorder`) around its
+    worker. Sessions run prompts on it, one at a time. `geometry`: head size, page size and dtype of
+    this start."""
 
     def __init__(
         self,
@@ -180,23 +185,24 @@ class Harness:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the worker."""
+        """Limits of the worker, not narrowed by any session."""
         return self.recorder.limits
 
     @property
     def pool(self) -> TokenToKVPool:
-        """The keys and values of a device with the capability "cells"."""
+        """The keys and values of a device with the capability "cells"; raises AssertionError for
+        another."""
         assert self._pool is not None
         return self._pool
 
     def settle(self) -> None:
-        """Wait for the device, so that writes of the kit itself come before any work on the
-        runtime's streams."""
+        """Wait for the device if it has streams, so that writes of the kit itself come before any
+        work on the runtime's streams."""
         if self.facts.has_streams:
             torch.accelerator.synchronize()
 
     def session(self, **how: Any) -> Session:
-        """Return a session with a fresh scheduler. `how`: fields of `Drive`."""
+        """Return a session with a fresh scheduler on this worker. `how`: fields of `Drive`."""
         return Session(self.recorder, Drive(**how))
 
     def run(
@@ -208,12 +214,13 @@ class Harness:
         return self.session(**how).run(prompts, lengths, **(sampling or {}))
 
     def close(self) -> None:
-        """Close the worker."""
+        """Close the worker, which frees the device's memory."""
         self.recorder.close()
 
 
 def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Return one prompt for each length, of random token ids that are not special."""
+    """Return one prompt for each of `lengths`, lists of random token ids of the kit's vocabulary
+    that are not special; equal arguments give equal prompts."""
     rng = np.random.default_rng(seed)
     return [rng.integers(FIRST_TOKEN, VOCAB, size=length).tolist() for length in lengths]
 

@@ -37,8 +37,8 @@ LARGE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one case. `text`: why it failed or was skipped. `errors`: the largest
-    difference seen, by dtype."""
+    """The outcome of one case of a law. `verdict`: passed, failed or skipped; `text`: why it failed
+    or was skipped, empty otherwise. `errors`: the largest difference seen, by dtype."""
 
     law: str
     level: str
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """The case's name, as gaps have it."""
+        """The case's name, as gaps have it: `law[case]`, or `law` for a law without variants."""
         return f"{self.law}[{self.case}]" if self.case else self.law
 
     @property
@@ -60,8 +60,9 @@ class Outcome:
 
 
 class Kit:
-    """A device under test, with everything that its laws share. `folder` is for the kit's own
-    files. Close it at the end."""
+    """A device under test, with everything that its laws share: the reference, started devices, and
+    the checkpoints of the kit's models, which are written to `folder`. `settings` override DEFAULTS
+    at each start. Close it at the end."""
 
     def __init__(self, target: Target, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.target = target
@@ -92,14 +93,14 @@ class Kit:
         return self._is_interpreted
 
     def checkpoint(self, model: str, head_dim: int) -> Path:
-        """Return the folder of one of the kit's models; writes it on the first call."""
+        """Return the folder of one of the kit's models with heads of this size; the first call
+        writes it."""
         folder = self.folder / f"{model}-{head_dim}"
         return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
 
     def reference(self, model: str, head_dim: int, page_size: int = 16) -> Harness:
-        """Return the started reference on a model, in float32; equal arguments return the same
-        one.
-        """
+        """Return the started reference device on a model, in float32; equal arguments return the
+        same one, which stays open until `close`."""
         key = (model, head_dim, page_size)
         if key not in self._references:
             own = {"page_size": page_size, "dtype": "float32", "max_batch_tokens": 256, "kv_cache_memory": LARGE}
@@ -108,7 +109,8 @@ class Kit:
         return self._references[key]
 
     def oracle(self, model: str, head_dim: int) -> Oracle:
-        """Return the reference's distributions for texts under a model; cached."""
+        """Return the object that gives the reference's distributions for texts under a model; equal
+        arguments return the same one."""
         key = (model, head_dim)
         if key not in self._oracles:
             self._oracles[key] = Oracle(self.reference(model, head_dim))
@@ -136,7 +138,7 @@ class Kit:
 
     def harness(self, model: str, **settings: Any) -> Harness:
         """Return a started device that laws share: equal arguments return the same one until
-        `forget`. `settings`: as for `open`."""
+        `forget`, started at the first call. `settings`: as for `open`."""
         key = (model, *sorted({**self._for_case, **settings}.items()))
         if key not in self._harnesses:
             self._harnesses[key] = self.open(model, **settings)
@@ -144,14 +146,15 @@ class Kit:
 
     def forget(self) -> None:
         """Close every shared device, for example after a failure that may have left one in a bad
-        state. The reference stays."""
+        state; errors of closing are ignored. The reference stays."""
         harnesses, self._harnesses = self._harnesses, {}
         for harness in harnesses.values():
             with suppress(Exception):  # A broken device may not close; its law has said what is wrong.
                 harness.close()
 
     def close(self) -> None:
-        """Close all devices and the reference."""
+        """Close all shared devices and the reference. Devices of `open` are closed by their
+        callers."""
         self.forget()
         for harness in self._references.values():
             harness.close()
@@ -177,8 +180,8 @@ class Kit:
 
 
 class Trial:
-    """The argument of a law's check: the kit, the case, and where to report errors that were
-    seen."""
+    """The argument of a law's check: the kit, the device under test (`target`), the law and the
+    case, and where to report errors and remarks."""
 
     def __init__(self, kit: Kit, law: Law, case: str) -> None:
         self.kit = kit
@@ -196,7 +199,7 @@ class Trial:
         return self.law.interpreted is not None and self.case in self.law.interpreted and self.kit.interprets_kernels()
 
     def remember(self, remark: str) -> None:
-        """Keep a remark for the text of a skip."""
+        """Keep a remark, which is added to the text if the case is skipped."""
         self.remarks.append(remark)
 
     def note(self, error: float, dtype: str) -> None:
@@ -204,7 +207,8 @@ class Trial:
         self.errors[dtype] = max(self.errors.get(dtype, 0.0), error)
 
     def tolerance(self, dtype: str) -> float:
-        """Return the error that this law allows this package in a dtype."""
+        """Return the error that this law allows this package in a dtype, as its fixture or the law
+        says. Raises KeyError for a dtype that the law does not compare."""
         return self.kit.fixture.bound(self.law, dtype)
 
     def compare(self, harness: Harness, results: Sequence[Result]) -> None:
@@ -216,7 +220,8 @@ class Trial:
 
     @contextmanager
     def opened(self, model: str, **settings: Any) -> Iterator[Harness]:
-        """Start a device for this law alone, as `Kit.open` does; it is closed at the end."""
+        """Context manager: start a device for this law alone, as `Kit.open` does, and yield its
+        harness; it is closed at the end."""
         harness = self.kit.open(model, **settings)
         try:
             yield harness
@@ -225,8 +230,9 @@ class Trial:
 
 
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
-    """Check one case and return its outcome. An exception of the check becomes a failure, after
-    which the shared devices are closed, so that the next case starts new ones."""
+    """Check one case of a law on the kit's device and return its outcome; the check's exceptions
+    are not raised. One of them is a failure, unless it is NotApplicable (skipped); after a failure
+    the shared devices are closed, so that the next case starts new ones."""
     trial = Trial(kit, law, case)
     begin = time.perf_counter()
     verdict, text = _verdict(trial)
@@ -277,8 +283,8 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
 
 
 def record_run(kit: Kit) -> Record:
-    """Run chunks, arrivals, sampling and overlap on the dense model of the kit, and record the
-    steps."""
+    """Run chunks, arrivals, sampling and overlap on the kit's dense model, and return the record of
+    all submitted steps with their results."""
     harness = kit.harness("dense")
     harness.recorder.keep = True
     overlap = harness.limits.can_overlap
@@ -295,8 +301,9 @@ def record_run(kit: Kit) -> Record:
 
 
 def replay_run(kit: Kit, record: Record) -> Replayed:
-    """Start this device on the record's model and replay the record's steps. Raises LawBroken where
-    results differ, ConfigError if the device has heads of another size."""
+    """Start this device on the record's model, replay the record's steps and return what was
+    compared. Raises LawBroken where results differ, ConfigError if the device has heads of another
+    size."""
     about = record.about
     harness = kit.open(about["model"], page_size=about["page_size"])
     try:

@@ -25,11 +25,13 @@ in float32."""
 
 
 class LawBroken(AssertionError):
-    """The device does not hold a law; the text says where and by how much."""
+    """Raised by a law's check: the device does not hold the law; the text says where and by how
+    much."""
 
 
 class NotApplicable(Exception):
-    """A law has nothing to check here; the text states the missing capability."""
+    """Raised by a law's check that has nothing to check here, so that the case is skipped; the text
+    says why."""
 
 
 def one_case(target: Target) -> tuple[str, ...]:
@@ -39,7 +41,9 @@ def one_case(target: Target) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """One conformance check of a device."""
+    """One conformance check of a device: its name and level, what it demands (`says`), the function
+    that checks it, the mutants that it must find, the capabilities that it needs, the error that it
+    allows by dtype, and its cases."""
 
     name: str
     """Its name in results and gaps."""
@@ -64,8 +68,8 @@ class Law:
     interpreted step takes a second."""
 
     def missing(self, capabilities: frozenset[str]) -> str:
-        """Return the capabilities that this law needs and a device lacks, as text; empty if it
-        lacks none."""
+        """Return the capabilities that this law needs and a device lacks, given those it has, as
+        text with commas; empty if it lacks none."""
         return ", ".join(sorted(self.needs - capabilities))
 
 
@@ -75,5 +79,6 @@ def run_name(law: Law, case: str) -> str:
 
 
 def up_to(level: str) -> tuple[str, ...]:
-    """Return the levels that `level` includes, itself last."""
+    """Return the levels that `level` ("C0" to "C4") includes, ascending, itself last. Raises
+    ValueError for another text."""
     return LEVELS[: LEVELS.index(level) + 1]

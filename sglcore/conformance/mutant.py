@@ -21,8 +21,8 @@ TORCH = frozenset({"torch_runtime"})
 
 
 class PlantingError(BaseException):
-    """A defect could not be planted. It is no outcome of a law, so it passes every `except
-    Exception`."""
+    """A defect could not be planted. It is no outcome of a law, so it is a BaseException that
+    passes every `except Exception`."""
 
 
 Change = Callable[[Any], Any]
@@ -35,7 +35,8 @@ def _same(declared: T) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One planted defect, and where it is planted."""
+    """One planted defect, what is wrong (`says`), and where it is planted: in the package's
+    declaration, its facts, the order of the bring-up, or what its steps build."""
 
     name: str
     """Its name in test ids and messages."""
@@ -58,19 +59,21 @@ class Mutant:
 
 
 def in_runtime(name: str, says: str, facts: Callable[[Facts], Facts] = _same, **steps: Change) -> Mutant:
-    """Make a mutant for devices of the torch runtime. `steps`: for each bring-up step with a
-    defect, the `Change` to what it builds."""
+    """Return a mutant for devices of the torch runtime. `facts` changes the device's facts;
+    `steps`: for each bring-up step with a defect, by its name, the `Change` to what it builds."""
     return Mutant(name=name, says=says, facts=facts, steps=MappingProxyType(steps), needs=TORCH)
 
 
 def words_of(defect: Callable[..., Any]) -> tuple[str, str]:
-    """Return the name and the text of a mutant, from the function that makes it."""
+    """Return the name (with spaces) and the text of a mutant: the name and docstring of the
+    function that makes the defect."""
     return getattr(defect, "__name__").replace("_", " "), (defect.__doc__ or "").strip()  # noqa: B009
 
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
     """Return the order in which each step in `changes` continues with its changed result. Raises
-    PlantingError for a step that the order does not have."""
+    PlantingError for a step that the order does not have, and when the step runs, if the change
+    fails."""
     missing = changes.keys() - {step.provides for step in order.steps}
     if missing:
         raise PlantingError(f"the order has no step {', '.join(sorted(missing))}")
@@ -92,7 +95,7 @@ def _wrapped(step: Step | Again, change: Change) -> Step:
 
 
 def become(thing: T, subclass: Callable[[Any], type]) -> T:
-    """Turn one object into `subclass(its class)`, in place, and return it. The subclass must have
-    empty `__slots__`."""
+    """Turn one object into an instance of `subclass(its class)`, in place, and return it. If its
+    class has `__slots__`, the subclass must have empty ones."""
     thing.__class__ = subclass(type(thing))
     return thing

@@ -32,9 +32,9 @@ them where there is none."""
 
 
 def hide_devices(told: Callable[[str], None], owners: frozenset[str]) -> None:
-    """Make every device module of torch report that there is no device. Calls that need one raise
-    RuntimeError, and are reported to `told` if they come from code of `owners` (top-level
-    modules)."""
+    """Make every device module of torch in this process report that there is no device. Calls that
+    need one raise RuntimeError; those that come from code of `owners` (top-level modules) are first
+    reported to `told`, as one line of text. There is no way back."""
     import torch
 
     for name, module in vars(torch).items():
@@ -59,8 +59,9 @@ def _asked(function: str, told: Callable[[str], None], owners: frozenset[str]) -
 
 def main(given: dict[str, Any]) -> list[str]:
     """Import the modules of `given["refs"]` and call the facts function of `given["facts"]`; return
-    which code of the package or the core queried a device. `given["hide"]`: call `hide_devices`
-    first; without it nothing is reported. A library that is not installed is ignored."""
+    a line for each query of a device by code of the package or the core. `given["hide"]`: call
+    `hide_devices` first; without it nothing is reported. A module with a library that is not
+    installed is ignored; other errors are raised."""
     asked: list[str] = []
     if given["hide"]:
         owners = frozenset({"sglcore", *(each.partition(".")[0] for ref in given["refs"] for each in modules(ref))})

@@ -17,17 +17,17 @@ Scores = NDArray[np.float32]
 
 
 class Oracle:
-    """The reference's distributions over the next token, one prefill for each text; cached, because
-    laws request texts again."""
+    """The reference's distributions over the next token, from one prefill for each text; kept,
+    because laws request texts again. `harness` is the started reference."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
         self._known: dict[tuple[int, ...], Scores] = {}
 
     def logprobs(self, ids: Sequence[int]) -> Scores:
-        """Return log-probabilities float32 [len(ids), vocab]; row i is of the token after
-        ids[i].
-        """
+        """Return log-probabilities float32 [len(ids), vocab], by token id; row i is of the token
+        after ids[i]. The first call for a text runs the reference and waits; the array is shared by
+        later calls."""
         key = tuple(ids)
         if key not in self._known:
             result = self.harness.run([[*ids, FIRST_TOKEN]], 1, score_prompts=True)[0]
@@ -36,7 +36,8 @@ class Oracle:
 
 
 def _dense(found: TokenLogprobs) -> Scores:
-    """Return [N, vocab] by token id, from a record that lists every alternative."""
+    """Return log-probabilities float32 [N, vocab] by token id, from a record of N tokens that lists
+    every alternative."""
     out = np.full((len(found.chosen), VOCAB), -np.inf, np.float32)
     np.put_along_axis(out, found.top_ids.astype(np.int64), found.top_logprobs, axis=1)
     return out
@@ -64,7 +65,7 @@ def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -
 
 def _scored(result: Result, expected: Scores) -> Iterator[tuple[int, TokenLogprobs, Scores]]:
     """Yield (position of the token in the text, the device's record of it, the reference's
-    log-probabilities)."""
+    log-probabilities [vocab]) for each scored prompt token and each output token of a result."""
     start = len(result.prompt)
     place = 1
     for found in result.prompt_scores:
@@ -81,8 +82,8 @@ def _row(found: TokenLogprobs, row: int) -> TokenLogprobs:
 
 
 def _difference(found: TokenLogprobs, row: Scores, result: Result, place: int) -> float:
-    """Return the largest difference over the chosen token and the likeliest alternatives; infinity
-    if it is NaN."""
+    """Return the largest difference in nats over the chosen token and the likeliest 8 alternatives
+    that the device shows; infinity if one is NaN or infinite."""
     token = (result.prompt + result.tokens)[place]
     shown = found.top_ids[0][:8]
     pairs = np.abs(np.append(found.top_logprobs[0][: len(shown)] - row[shown], found.chosen[0] - row[token]))

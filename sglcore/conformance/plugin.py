@@ -27,9 +27,10 @@ LEVELS = ("C0", "C1", "C2", "C3", "C4")
 
 @dataclass(slots=True)
 class Run:
-    """One device's run within a session. `asked`: names of the requested cases; `problems`: what is
-    wrong with its gaps and tolerances; `obstacle`: why the device cannot run here (None: not probed
-    yet); `was_named`: `--conform-device` names it."""
+    """One device's run within a pytest session. `asked`: names of the requested cases; `outcomes`:
+    of those that ran; `problems`: what is wrong with its gaps and tolerances; `obstacle`: why the
+    device cannot run here (None: not probed yet, empty: it can); `was_named`: `--conform-device`
+    names it."""
 
     target: Target
     gaps: tuple[Gap, ...]
@@ -40,8 +41,8 @@ class Run:
     was_named: bool = False
 
     def reason_against(self, level: str) -> str:
-        """Return why laws of a level can not run here; empty if they can. Laws of the package
-        itself can run everywhere."""
+        """Return why laws of a level can not run here; empty if they can. The first call probes the
+        device. Laws of level C0, the package itself, can run everywhere."""
         if level == LEVELS[0]:
             return ""
         if self.obstacle is None:
@@ -50,7 +51,8 @@ class Run:
 
     @property
     def not_run(self) -> list[str]:
-        """Requested cases without an outcome, sorted: the run was cut short, or left some out."""
+        """Names of requested cases without an outcome, sorted: the run was cut short, or left some
+        out."""
         return sorted(self.asked - {outcome.name for outcome in self.outcomes})
 
 
@@ -61,7 +63,7 @@ RUNS = pytest.StashKey[dict[str, Run]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the kit's options (`--conform-...`)."""
+    """Add the kit's options (`--conform-...`) to pytest's command line; pytest calls it."""
     group = parser.getgroup("conformance", "sglcore's conformance kit")
     group.addoption("--conform-device", metavar="NAME", help='the device under test, or "reference"')
     group.addoption("--conform-level", default="C4", choices=LEVELS, help="run the laws up to this level")
@@ -83,18 +85,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _option(config: pytest.Config, name: str) -> Any:
-    """Return an option; its default if the plugin was loaded too late to add options, with the test
-    file that imports the suite."""
+    """Return the value of an option; its default if the plugin was loaded too late to add options,
+    with the test file that imports the suite."""
     return config.getoption(name, default=_DEFAULTS.get(name))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the session without any `Run`; runs are made as their tests are collected."""
+    """Begin the session without any `Run`; pytest calls it. Runs are made as their tests are
+    collected."""
     config.stash[RUNS] = {}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each case of each law."""
+    """Make a test for each case of each law, for the gaps, and for recording; pytest calls it for
+    each test function of the suite. What was not requested gets no parameters."""
     if "law_case" in metafunc.fixturenames:
         run = _run_for(metafunc.config, metafunc.definition.path)
         found = [] if _records(metafunc.config) else list(_law_cases(metafunc.config, run))
@@ -109,7 +113,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that were not requested, instead of skipping them: laws while steps are
-    recorded, and recording otherwise."""
+    recorded, and recording otherwise. pytest calls it; `items` is changed in place."""
     own = [item for item in items if {"law_case", "gap_run", "run_to_record"} & set(_fixtures(item))]
     unasked = [item for item in own if item.get_closest_marker("skip") is not None]
     if unasked:
@@ -128,8 +132,8 @@ def _records(config: pytest.Config) -> bool:
 @dataclass(frozen=True, slots=True)
 class LawCase:
     """The parameter of one test of the kit: one case of a law on one device. `mutant`: an index
-    into the law's mutants, for a test of the whole law against that mutant; None: a test of the
-    device itself."""
+    into the law's mutants, for a test of the whole law against that mutant (`case` is empty then);
+    None: a test of the device itself."""
 
     run: Run
     law: Law
@@ -144,7 +148,7 @@ class LawCase:
 
     @property
     def run_name(self) -> str:
-        """The case's name in gaps and results."""
+        """The case's name in gaps and results: `law[case]`, or `law` without variants."""
         from sglcore.conformance.law import run_name
 
         return run_name(self.law, self.case)
@@ -163,7 +167,8 @@ def _law_cases(config: pytest.Config, run: Run) -> Iterator[LawCase]:
 
 def _run_for(config: pytest.Config, file: Path) -> Run:
     """Return the session's run for the device that `--conform-device` names, or else for the device
-    of the package that contains a test file. Raises UsageError if there is neither."""
+    of the package that contains the test file `file`; it is made at the first call. Raises
+    UsageError if there is neither."""
     from sglcore.conformance.gaps import read_gaps
 
     named = _option(config, "--conform-device")
@@ -188,7 +193,8 @@ def _target(name: str) -> Target:
 
 
 def _declared_device(file: Path) -> str:
-    """Return the device of the nearest pyproject.toml above a file; empty if there is none."""
+    """Return the name of the device that the nearest pyproject.toml above a file declares as an
+    entry point; empty if there is no such file, or if it declares none."""
     from sglcore.device.discovery import GROUP
 
     for folder in file.parents:
@@ -203,8 +209,8 @@ def _declared_device(file: Path) -> str:
 def conformance_kits(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Run], Kit]]:
-    """Return a function that gives the kit of a run's device. Each kit is made once in a session
-    and closed at its end."""
+    """Fixture: a function that returns the kit of a run's device. Each kit is made once in a
+    session, at the first call, and closed at its end."""
     from sglcore.conformance.kit_run import Kit
 
     kits: dict[str, Kit] = {}
@@ -222,8 +228,8 @@ def conformance_kits(
 
 
 def _settings(config: pytest.Config) -> dict[str, Any]:
-    """Return the settings of the command line, each read as EngineConfig reads its field from an
-    environment variable."""
+    """Return the settings of `--conform-set` by name, each converted as EngineConfig converts its
+    field from an environment variable. Raises ConfigError for an invalid value."""
     from sglcore.config.engine_config import PREFIX, resolve_config
 
     given = dict(text.partition("=")[::2] for text in _option(config, "--conform-set"))
@@ -232,7 +238,8 @@ def _settings(config: pytest.Config) -> dict[str, Any]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand over the outcomes of a pytest-xdist worker, as plain values."""
+    """Hand the outcomes of a pytest-xdist worker over to the main process, as plain values; does
+    nothing elsewhere. pytest calls it."""
     handed = getattr(session.config, "workeroutput", None)  # foreign: pytest-xdist's attribute of a worker
     if handed is not None:
         handed["conformance"] = {
@@ -248,7 +255,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over the outcomes of a pytest-xdist worker: a result has the cases of all workers."""
+    """Add the outcomes of a pytest-xdist worker to the runs of the main process, so that a result
+    has the cases of all workers. pytest-xdist calls it when a worker has ended."""
     handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
     for name, values in handed.get("conformance", {}).items():
         from sglcore.conformance.gaps import read_gaps
@@ -264,8 +272,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print a line for each device on which laws ran, and write its result to the file of
-    `--conform-result`, if given."""
+    """Print a line for each device on which laws ran and one for each wider tolerance, and write
+    the result to the file of `--conform-result`, if given. pytest calls it at the end; in an xdist
+    worker it does nothing."""
     is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker
     ran = [] if is_worker else [run for run in config.stash[RUNS].values() if run.outcomes]
     if not ran:

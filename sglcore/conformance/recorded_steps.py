@@ -32,15 +32,16 @@ RecordedStep = tuple[ScheduleBatch, BatchResult]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Recorded steps; `about` names the model, the sizes and the device that they ran on."""
+    """Recorded steps, each a batch and its result; `about` names the model, the sizes and the
+    device that they ran on."""
 
     about: Mapping[str, Any]
     steps: Sequence[RecordedStep]
 
 
 def record_engine(engine: Engine) -> RecordingWorker:
-    """Put a recorder on an engine before its first request, and return it. Its `steps` are those of
-    a `Record`."""
+    """Put a recorder in place of an engine's worker, before its first request, and return it. Its
+    `steps` are those of a `Record`."""
     recorder = RecordingWorker(engine.worker)
     recorder.keep = True
     engine.loop.worker = recorder
@@ -48,8 +49,8 @@ def record_engine(engine: Engine) -> RecordingWorker:
 
 
 def write_record(file: Path, record: Record) -> None:
-    """Write a zip with `record.json` and one `.npy` for each array. Raises ConfigError for a value
-    that can not be written."""
+    """Write a record to `file`, a zip with `record.json` and one `.npy` for each array. Raises
+    ConfigError for a value that can not be written."""
     steps: list[dict[str, Any]] = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
         for number, (batch, result) in enumerate(record.steps):
@@ -66,7 +67,8 @@ def write_record(file: Path, record: Record) -> None:
 
 
 def read_record(file: Path) -> Record:
-    """Read what `write_record` wrote; raises ConfigError for anything else."""
+    """Return the record that `write_record` wrote to `file`; raises ConfigError for anything else,
+    and for a missing file."""
     try:
         with zipfile.ZipFile(file) as found:
             values = json.loads(found.read("record.json"))
@@ -87,7 +89,8 @@ def _read_steps(found: zipfile.ZipFile, steps: Sequence[Mapping[str, Any]]) -> I
 
 
 def _batch_values(batch: ScheduleBatch, arrays: dict[str, NDArray[Any]]) -> dict[str, int]:
-    """Return the plain values of a batch; its arrays go to `arrays`."""
+    """Return the plain values (integers) of a batch by field; its arrays are added to `arrays`, by
+    name. Raises ConfigError for a batch with a request that a record can not hold."""
     plain: dict[str, int] = {}
     for item in fields(batch):
         value = getattr(batch, item.name)
@@ -131,8 +134,8 @@ def _parts(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray
 
 @dataclass(slots=True)
 class Replayed:
-    """Totals of a replay: tokens compared, requests dropped at a close choice, and the largest
-    difference."""
+    """Totals of a replay: `tokens` compared, `parted`, the requests that were dropped at a close
+    choice, and the largest difference of log-probabilities in nats."""
 
     tokens: int = 0
     parted: int = 0
@@ -140,10 +143,12 @@ class Replayed:
 
 
 def replay(worker: ModelWorker, steps: Sequence[RecordedStep], tolerance: float) -> Replayed:
-    """Feed recorded steps to a worker of the same sizes and compare the results; waits for each.
+    """Feed recorded steps to a worker of the same sizes and compare the results; waits for each
+    step. `tolerance`: in nats.
 
-    Raises LawBroken at the first step that differs. If two tokens are within twice the tolerance,
-    either may be drawn; if the draws differ there, the rest of that request is not compared.
+    Returns the totals. Raises LawBroken at the first step that differs. If two tokens are within
+    twice the tolerance, either may be drawn; if the draws differ there, the rest of that request is
+    not compared.
     """
     seen, parted = Replayed(), set[int]()
     for batch, wanted in steps:
@@ -187,7 +192,8 @@ def _compare_token(
 
 
 def _by_id(result: BatchResult, index: int) -> dict[int, float]:
-    """Return the log-probabilities that a result has for one drawn token and its alternatives."""
+    """Return the log-probabilities by token id that a result has for its drawn token number `index`
+    and the alternatives."""
     found = result.logprobs
     assert found is not None
     shown = dict(zip(found.top_ids[index].tolist(), found.top_logprobs[index].tolist(), strict=True))

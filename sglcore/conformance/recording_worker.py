@@ -26,23 +26,23 @@ class RecordingWorker:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the worker."""
+        """Limits of the wrapped worker, unchanged."""
         return self.worker.limits
 
     def next_scheduler(self) -> None:
-        """Start a range of compositions for another scheduler; nothing may be in flight."""
+        """Start a range of composition numbers for another scheduler; nothing may be in flight."""
         self._scheduler += 1
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step. Changes `batch.composition` in place, to the range of the present
-        scheduler."""
+        """Start a step on the wrapped worker; does not wait. Changes `batch.composition` in place,
+        to the range of the present scheduler."""
         batch.composition += self._scheduler * STRIDE
         if self.keep:
             self._sent[batch.step] = batch.copy_for_forward()
         return self.worker.submit(batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step and return its results."""
+        """Wait for a step and return its results; record its path and, with `keep`, the step."""
         result = self.worker.collect(ticket)
         self.paths.add(result.path)
         if self.keep:
@@ -50,5 +50,5 @@ class RecordingWorker:
         return result
 
     def close(self) -> None:
-        """Close the worker."""
+        """Close the wrapped worker."""
         self.worker.close()

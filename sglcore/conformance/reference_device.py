@@ -13,14 +13,16 @@ from sglcore.device.system import System
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Return a report in which all four facts hold: the reference is always there."""
+    """Return a report in which all four facts hold: the reference is always there. The arguments
+    are not used."""
     fact = Fact(True, "the reference needs nothing but torch")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: host memory, no streams, and narrow integers, so that the reference shows
-    that none other are needed. Its replays run host code again, which reads lengths."""
+    """Return the facts of the reference: host memory, no streams, and 32-bit integers, so that the
+    reference shows that none other are needed. Its replays run host code again, which reads
+    lengths. `index` is not used."""
     return Facts(tensor_device="cpu", index_dtype="int32", needs_host_lengths=True, shares_host_memory=True)
 
 

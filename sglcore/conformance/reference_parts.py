@@ -33,15 +33,16 @@ class ReplayedStep:
 
 
 class ReplayedGraphs:
-    """A `GraphBackend` that captures nothing: it tests buckets, padding and refresh."""
+    """A `GraphBackend` that captures nothing and runs the step's code again at each replay, so that
+    buckets, padding and refresh can be tested on the host."""
 
     kind = "replayed"
 
     def __init__(self, facts: Facts, streams: Streams) -> None:
-        """As the factory of the reference's graphs; `facts` and `streams` are not used."""
+        """Called as the factory of the reference's graphs; `facts` and `streams` are not used."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
-        """Run the step once and keep it for replays."""
+        """Run the step once, and return it in a form that runs it again for each replay."""
         step()
         return ReplayedStep(step)
 
@@ -56,7 +57,7 @@ class ReplayableAttention(ReferenceAttention):
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """Return the fixed budget `MEMORY`, the same for every model."""
+    """Return the fixed budget `MEMORY`, the same for every model; `model` is not read."""
     return MemoryBudget(MEMORY, MEMORY, "the reference's fixed budget")
 
 

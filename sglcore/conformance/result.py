@@ -33,8 +33,9 @@ def make_result(
     problems: Sequence[str],
     not_run: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Make the record of one run. `hardware`: what it ran on, "simulated" if that was no hardware.
-    `problems`: of the gaps and tolerances. `not_run`: requested cases without an outcome."""
+    """Return the record of one run as plain values, with the digest. `hardware`: what it ran on,
+    "simulated" if that was no hardware. `problems`: what is wrong with gaps and tolerances.
+    `not_run`: requested cases without an outcome."""
     values: dict[str, Any] = {
         "device": target.name,
         "hardware": hardware,
@@ -59,8 +60,8 @@ def make_result(
 def verdict(
     outcomes: Sequence[Outcome], gaps: Sequence[Gap], problems: Sequence[str], not_run: Sequence[str] = ()
 ) -> str:
-    """Return "failed"; else "incomplete" if something did not run; else "passed", or "gaps" if all
-    failures are known."""
+    """Return the verdict of a run: "failed" if there are problems or a failure without a gap; else
+    "incomplete" if something did not run; else "gaps" if there are failures, or "passed"."""
     failed = [outcome for outcome in outcomes if outcome.verdict == "failed"]
     if problems or any(gap_for(gaps, outcome.name) is None for outcome in failed):
         return "failed"
@@ -90,8 +91,8 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """Read a record that `make_result` made; raises ValueError if its digest does not match its
-    content."""
+    """Return the record in a file that `write_result` wrote; raises ValueError if its digest does
+    not match its content, or if it is no JSON."""
     values = json.loads(file.read_text(encoding="utf-8"))
     if values.get("digest") != digest(values):
         raise ValueError(
@@ -101,7 +102,7 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def write_result(file: Path, values: Mapping[str, Any]) -> None:
-    """Write a record as readable JSON."""
+    """Write a record as readable JSON, replacing the file; its folder is made if necessary."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -114,8 +115,8 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout that this sglcore runs from, marked if files differ from
-    it; empty outside a checkout."""
+    """Return the hash of the commit of the checkout that this sglcore runs from, with a "+" if
+    files differ from it; empty outside a checkout."""
     folder = Path(__file__).parent
     try:
         head = subprocess.run(("git", "rev-parse", "HEAD"), cwd=folder, capture_output=True, text=True, check=True)

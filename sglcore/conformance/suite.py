@@ -31,7 +31,8 @@ Kits = Callable[["Run"], Kit]
 
 
 def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
-    """The gaps themselves, and the tolerances, before anything runs."""
+    """Fail if something is wrong with the gaps themselves or with the tolerances, such as an
+    expired gap. Runs nothing on the device."""
     from sglcore.conformance.catalogue import LAWS
 
     known = [run_name(law, case) for law in LAWS for case in law.cases(gap_run.target)]
@@ -43,8 +44,9 @@ def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
 
 
 def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
-    """Check a law: it holds, or it fails and has a gap. With mutants requested, the law must catch
-    a broken device, which counts as an expected failure."""
+    """Check one case of a law: it passes, or it fails and has a gap (an expected failure); a gap of
+    a case that passes is a failure. With mutants requested, the law must catch a broken device,
+    which counts as an expected failure."""
     _need_device(law_case.run, law_case.law.level)
     kit = conformance_kits(law_case.run)
     if law_case.mutant is not None:
@@ -60,8 +62,8 @@ def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
 
 
 def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig: pytest.Config) -> None:
-    """Record the steps of a run on this device, or feed it the steps of another device and
-    compare."""
+    """Write the steps of a run on this device to the file of `--conform-record`, or feed it the
+    steps in the file of `--conform-replay` and compare; fails where they differ."""
     _need_device(run_to_record, LEVELS[1])
     kit = conformance_kits(run_to_record)
     target: Path | None = pytestconfig.getoption("--conform-record", default=None)
@@ -76,8 +78,8 @@ def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig
 
 
 def _need_device(run: Run, level: str) -> None:
-    """Fail if a person named a device that can not run; skip if the suite chose the device
-    itself."""
+    """Fail the test if a person named a device that can not run laws of this level here; skip it if
+    the suite chose the device itself; otherwise do nothing."""
     reason = run.reason_against(level)
     if reason and run.was_named:
         pytest.fail(reason, pytrace=False)

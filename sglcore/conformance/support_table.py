@@ -18,9 +18,9 @@ MISSING = "not run"
 
 
 def support_table(folder: Path) -> str:
-    """Return Markdown: a row for each result file (`*.json`) of a folder, then a line for each
-    tolerance that is wider than the law's. Raises ValueError for a file that was changed by hand.
-    """
+    """Return a Markdown table with a row for each result file (`*.json`) of a folder, by device and
+    hardware, then a line for each tolerance that is wider than the law's. Raises ValueError for a
+    file that was changed by hand."""
     results = sorted((read_result(file) for file in folder.glob("*.json")), key=_order)
     rows = [HEAD, tuple("---" for _ in HEAD), *(_row(values) for values in results)]
     wider = [f"- {values['device']}, {_ran_on(values)}: {told}\n" for values in results for told in _wider(values)]
@@ -28,8 +28,8 @@ def support_table(folder: Path) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """Return a document with the table between its two marks. Raises ValueError if a mark is
-    missing."""
+    """Return a document with the table in place of what is between its two marks, which stay.
+    Raises ValueError if a mark is missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -63,7 +63,8 @@ def _wider(values: Mapping[str, Any]) -> list[str]:
 
 
 def _level(laws: Sequence[Mapping[str, Any]]) -> str:
-    """Return the number of laws with each verdict, as text."""
+    """Return the number of laws with each verdict, as text such as "9 passed, 1 gap"; "not run" for
+    no laws."""
     if not laws:
         return MISSING
     counts = {

@@ -43,7 +43,8 @@ TRITON_KERNELS = "sglcore.runtime.kernels.triton"
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of the kit's models, chosen so that a backend takes them."""
+    """Sizes with which a model of the kit runs: elements of a head, tokens of a page, and the
+    dtype's name. `Target.geometry` chooses them so that a backend takes them."""
 
     head_dim: int
     page_size: int
@@ -52,7 +53,8 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class StartedDevice:
-    """A started device: what its bring-up built, by step."""
+    """A started device: its worker, what its bring-up built, by step name, and the ledger of its
+    decisions."""
 
     worker: ModelWorker
     built: Mapping[str, Any]
@@ -61,8 +63,9 @@ class StartedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device under test. `folder` holds the package's `gaps.toml`, `conformance.toml` and
-    `bring_up.txt`; None: it has no folder. `mutant`: the planted defect; None: there is none."""
+    """A device under test. `distribution` and `version` are those of its package. `folder` holds
+    the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: it has no folder.
+    `mutant`: the planted defect; None: there is none."""
 
     package: DevicePackage
     distribution: str = ""
@@ -80,12 +83,14 @@ class Target:
         return replace(self, package=mutant.package(self.package), mutant=mutant)
 
     def facts(self) -> Facts:
-        """Return the facts of the device with index 0, with the defect planted."""
+        """Return the facts of the device with index 0, with the mutant's change. Imports the
+        package's facts; raises what they raise."""
         found: Facts = resolve(self.package.facts, self.name)(0)
         return found if self.mutant is None else self.mutant.facts(found)
 
     def order(self) -> BringUp:
-        """Return the device's bring-up, with the defect planted."""
+        """Return the device's bring-up, with the mutant's changes of order and steps. Runs no
+        step."""
         order: BringUp = resolve(self.package.bring_up, self.name)
         if self.mutant is None:
             return order
@@ -93,11 +98,12 @@ class Target:
         return wrap_steps(changed, self.mutant.steps)
 
     def fixture(self) -> Fixture:
-        """Return the data that its package gives the kit."""
+        """Return the content of the package's `conformance.toml`; empty if there is none. Raises
+        ConfigError for invalid content."""
         return read_fixture(self.folder)
 
     def pool(self, started: StartedDevice) -> TokenToKVPool | None:
-        """Return the KV pool of a started device; None if the kit has no access to it."""
+        """Return access to the KV pool of a started device; None if the kit has none."""
         if (cells := self.fixture().cells) is not None:
             from sglcore.conformance.host_cells import HostPool  # It needs torch, which not every device's tests have.
 
@@ -128,12 +134,14 @@ class Target:
         return any(function.startswith(TRITON_KERNELS) for function in origin.values())
 
     def make_kernels(self, name: str) -> Any:
-        """Make one of its kernel tables. Raises what making it raises."""
+        """Return a new kernel table, the one that the package has under `name`. Raises what making
+        it raises."""
         return resolve(self.package.kernels[name], self.name)()
 
     def attention_without_triton(self, dtype: str) -> Mapping[str, str]:
-        """Return the setting that names the first backend after the core's Triton attention, if
-        Triton attention is the first to take a dtype; empty if another one is."""
+        """Return the setting (`attention_backend`) that names the first usable backend that takes a
+        dtype and is not the core's Triton attention, if Triton attention is the first to take it;
+        {} if another one is first, or if there is none else."""
         takes = [
             (name, any(TRITON_ATTENTION in item.__module__ for item in kind.__mro__))
             for name, kind in self.usable_attention().items()
@@ -143,7 +151,8 @@ class Target:
         return {"attention_backend": other} if takes and takes[0][1] and other else {}
 
     def importable_attention(self) -> Mapping[str, Any]:
-        """Return the attention backends with their libraries installed, in order of preference."""
+        """Return the attention backend classes with their libraries installed, by name, in order of
+        preference."""
         found: dict[str, Any] = {}
         for name, ref in self.package.attention.items():
             try:
@@ -153,9 +162,9 @@ class Target:
         return MappingProxyType(found)
 
     def usable_attention(self) -> Mapping[str, Any]:
-        """Return the importable backends, in order of preference, without those that report
-        themselves unavailable on the current device. All of them on a device that is not of the
-        torch runtime, or if there is no device to ask."""
+        """Return the importable backend classes by name, in order of preference, without those that
+        report themselves unavailable on the current device. All of them on a device that is not of
+        the torch runtime, or if there is no device to ask."""
         found = self.importable_attention()
         if "torch_runtime" not in self.capabilities():
             return found
@@ -190,15 +199,16 @@ class Target:
         return tuple(served) if taken else self.facts().dtypes
 
     def other_dtypes(self) -> tuple[str, ...]:
-        """Return a 16-bit dtype that the device and its preferred backend take, if that backend
-        does not take the dtype of `geometry`; otherwise nothing."""
+        """Return, as a tuple of one name, a 16-bit dtype that the device and its preferred backend
+        take, if that backend does not take the dtype of `geometry`; otherwise ()."""
         first = next(iter(self.usable_attention().values()), None)
         taken = first.facts.dtypes if first is not None else None
         own = _first(("bfloat16", "float16", "float32"), [self.facts().dtypes, taken])
         return () if taken is None or self.geometry().dtype in taken else (own,)
 
     def obstacle(self) -> str:
-        """Return why the device can not run here, as its probe reports; empty if it can."""
+        """Return why the device can not run here, as its probe reports when the device is requested
+        by name; empty if it can."""
         failure = run_probe(self.package, named=True).first_failure
         if failure is None:
             return ""
@@ -206,8 +216,9 @@ class Target:
         return f"{self.name} is not usable here: {what}: {fact.evidence}; {fact.remedy}"
 
     def start(self, config: EngineConfig, model: Path, kind: PoolKind | None = None) -> StartedDevice:
-        """Run the bring-up over a checkpoint, with pools of `kind` instead of the device's own if
-        it is given. Waits. Raises what a step raises."""
+        """Run the bring-up over a checkpoint folder and return the started device, with pools of
+        `kind` instead of the device's own unless None. Waits; the caller closes the worker. Raises
+        what a step raises."""
         ledger = DecisionLedger(strict=config.strict)
         given = {
             "config": config,
@@ -237,8 +248,8 @@ def find_target(name: str) -> Target:
 
 
 def package_folder(name: str) -> Path | None:
-    """Return the folder of the module that declares a device, if it has `gaps.toml`, `bring_up.txt`
-    or `conformance.toml`; otherwise None."""
+    """Return the folder of the package that declares the device `name`, if it has `gaps.toml`,
+    `bring_up.txt` or `conformance.toml`; otherwise None. Does not import the package."""
     for point in entry_points(group=GROUP, name=name):
         folder = _module_folder(point)
         if folder is not None and any((folder / name).is_file() for name in ("gaps.toml", "bring_up.txt", FILE)):
@@ -268,4 +279,4 @@ def _first(wanted: tuple[Any, ...], allowed: Sequence[tuple[Any, ...] | None]) -
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """Do nothing: the progress function of the kit's starts."""

@@ -15,12 +15,12 @@ from sglcore.conformance.target import Target
 
 class Counter(Protocol):
     """Counts what started devices hold (`Bytes` or `Parts`); closing a device must bring `held`
-    back to its value before the start. `what`: the unit of the count."""
+    back to its value before the start. `what`: the unit of the count, for messages."""
 
     what: str
 
     def watch(self, parts: Iterable[object]) -> None:
-        """Note the parts of a device that was started."""
+        """Note the parts of a device that was started, without keeping them alive."""
         ...
 
     def held(self) -> int:
@@ -29,13 +29,13 @@ class Counter(Protocol):
 
 
 def counter(target: Target) -> Counter:
-    """Return the counter for a device: `Bytes` on the torch runtime, otherwise `Parts`."""
+    """Return a new counter for a device: `Bytes` on the torch runtime, otherwise `Parts`."""
     return Bytes(target.facts().tensor_device) if "torch_runtime" in target.capabilities() else Parts()
 
 
 class Bytes:
-    """Bytes of device memory that this process holds; where host memory is device memory, bytes of
-    its tensors."""
+    """Counts bytes of device memory that this process holds for tensors; where host memory is
+    device memory, the bytes of all its torch tensors."""
 
     what = "bytes"
 
@@ -46,7 +46,7 @@ class Bytes:
         """Do nothing: bytes need no watching."""
 
     def held(self) -> int:
-        """Return the number of bytes now."""
+        """Return the number of bytes now. Waits for the device."""
         if not self._is_host:
             torch.accelerator.synchronize()
             return int(torch.accelerator.memory_allocated())
@@ -56,8 +56,8 @@ class Bytes:
 
 
 class Parts:
-    """Distinct objects that bring-ups built and that are still alive: model, memory, worker, and
-    any other that takes a weak reference."""
+    """Counts distinct objects that bring-ups built and that are still alive: model, memory, worker,
+    and any other that takes a weak reference."""
 
     what = "parts that bring-ups built"
 
@@ -65,7 +65,7 @@ class Parts:
         self._parts: list[weakref.ref[object]] = []
 
     def watch(self, parts: Iterable[object]) -> None:
-        """Keep weak references to the parts."""
+        """Keep weak references to the parts; those that take none are ignored."""
         for part in parts:
             try:
                 self._parts.append(weakref.ref(part))
@@ -73,5 +73,5 @@ class Parts:
                 continue
 
     def held(self) -> int:
-        """Return the number of objects now."""
+        """Return the number of watched objects that are still alive."""
         return len({id(part) for ref in self._parts if (part := ref()) is not None})

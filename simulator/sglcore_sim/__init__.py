@@ -22,7 +22,8 @@ __all__ = ("KINDS", "Caught", "Fault", "Simulator", "current", "install")
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module on first use."""
+    """Return the public name of this package, imported from its module; Python calls it for a name
+    that is not here yet. Raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module 'sglcore_sim' has no attribute {name!r}; it offers {', '.join(__all__)}")
     home = "faults" if name in ("KINDS", "Caught", "Fault") else "simulator"

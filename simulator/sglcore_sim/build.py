@@ -23,8 +23,8 @@ FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DTORCH_EX
 
 
 def sources() -> tuple[Path, ...]:
-    """Return the C++ files and headers: next to the package in a checkout, inside the package in a
-    wheel."""
+    """Return the paths of the C++ files, then of the headers: next to the package in a checkout,
+    inside the package in a wheel. Raises RuntimeError if there is no such folder."""
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "csrc", here.parent / "csrc") if f.is_dir()), None)
     if folder is None:
@@ -41,7 +41,8 @@ def cache_folder() -> Path:
 
 
 def fingerprint() -> str:
-    """Return a hash of everything that the binary depends on."""
+    """Return a hash of everything that the binary depends on, 20 hexadecimal digits: sources,
+    torch, Python, compiler and flags."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())
@@ -76,7 +77,8 @@ def run(command: list[str]) -> None:
 
 
 def compile_all(target: Path) -> None:
-    """Compile with two processes, link, and rename the result to `target` atomically."""
+    """Compile with two processes at a time, link, and rename the result to `target`, so that no one
+    sees half a file. Waits; raises RuntimeError with the compiler's message."""
     work = target.parent / "objects"
     work.mkdir(parents=True, exist_ok=True)
     files = [Path(shutil.copy(path, work)) for path in sources()]
@@ -96,9 +98,10 @@ def compile_all(target: Path) -> None:
 
 
 def built() -> Path:
-    """Return the path of the binary.
+    """Return the path of the binary in the cache folder.
 
-    Compile it if it is missing; wait if another process compiles it.
+    Compile it if it is missing; wait if another process compiles it. Raises RuntimeError if it does
+    not compile.
     """
     folder = cache_folder() / fingerprint()
     target = folder / (NAME + importlib.machinery.EXTENSION_SUFFIXES[0])
@@ -113,7 +116,8 @@ def built() -> Path:
 
 
 def load() -> ModuleType:
-    """Load the native module; compile it first if the cache has none (less than a minute)."""
+    """Load the native module and return it; compile it first if the cache has none, which takes
+    less than a minute. Raises RuntimeError if it does not compile."""
     path = built()
     spec = importlib.util.spec_from_file_location(NAME, path)
     if spec is None or spec.loader is None:

@@ -21,8 +21,10 @@ NO_GRAPH: Mapping[str, Any] = MappingProxyType({"capabilities": frozenset()})
 def gpu(
     name: str, capability: tuple[int, int], processors: int, mib: int, *, l2: int, shared: int, threads: int = 2048
 ) -> dict[str, Any]:
-    """Return properties by the names of `torch.cuda.get_device_properties`. `mib`: memory in MiB;
-    `l2`: MiB; `shared`: shared memory in KiB per multiprocessor."""
+    """Return properties of a GPU by the names of `torch.cuda.get_device_properties`. `name`: the
+    product's name; `capability`: (major, minor); `processors`: multiprocessors; `mib`: memory in
+    MiB; `l2`: L2 cache in MiB; `shared`: shared memory in KiB per multiprocessor; `threads`: the
+    most per multiprocessor."""
     return {
         "name": name,
         "major": capability[0],
@@ -40,8 +42,9 @@ def gpu(
 
 
 def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> Kind:
-    """Make the kind of an NVIDIA GPU with driver 570. `chip`: its name for `--sim`; `device`: PCI
-    device id; `pci_class`: PCI class of 24 bits; `properties`: as `gpu` returns them."""
+    """Return the kind of an NVIDIA GPU with driver 570. `chip`: its name for `--sim`, such as
+    "H100"; `device`: PCI device id; `pci_class`: PCI class of 24 bits; `properties`: as `gpu`
+    returns them."""
     driver = "570.86.15"
     files = {
         "dev/nvidia{i}": "",
@@ -61,9 +64,9 @@ def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> 
 
 
 def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[str, Any], features: str = "") -> Kind:
-    """Make the kind of an AMD GPU with ROCm 6.4; parameters as for `cuda`. `target`: the compilers'
-    name, such as "gfx942"; `features`: appended to it in `gcnArchName`. On MI250 a device is one of
-    the two dies."""
+    """Return the kind of an AMD GPU with ROCm 6.4. `chip`, `device` and `pci_class` as for `cuda`;
+    `properties` as `amd` returns them; `target`: the compilers' name, such as "gfx942"; `features`:
+    appended to it in `gcnArchName`. On MI250 a device is one of the two dies."""
     wide, units = target.startswith("gfx9"), properties["multi_processor_count"]
     lanes, per_unit = (64, 4) if wide else (32, 2)
     version = int(target[3:-2]) * 10000 + int(target[-2], 16) * 100 + int(target[-1], 16)
@@ -93,8 +96,8 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
 
 
 def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """Make the kind of a Moore Threads GPU with the vendor's driver, and a torch_musa of torch's
-    version. `properties`: as `mthreads` returns them; other parameters as for `cuda`."""
+    """Return the kind of a Moore Threads GPU with the vendor's driver, and a torch_musa of torch's
+    version. `chip` and `device` as for `cuda`; `properties`: as `mthreads` returns them."""
     files = {
         "dev/mtgpu.{i}": "",
         "sys/module/mtgpu/version": "3.3.1\n",
@@ -110,8 +113,9 @@ def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
 
 
 def npu(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """Make the kind of an Ascend NPU with CANN 8.5, and a torch_npu of torch's version; parameters
-    as for `cuda`. On chips of two dies a device is one die."""
+    """Return the kind of an Ascend NPU with CANN 8.5, and a torch_npu of torch's version. `chip`
+    and `device` as for `cuda`; `properties` as `ascend` returns them. On chips of two dies a device
+    is one die."""
     home = "usr/local/Ascend"
     files = {
         "dev/davinci{i}": "",
@@ -143,8 +147,10 @@ def _kind(
     libraries: tuple[str, ...],
     **values: Any,
 ) -> Kind:
-    """Make a kind. `libraries`: modules of `sglcore_sim.vendors`; a library without kernels for the
-    chip is left out, as it is not installed on such a machine."""
+    """Return a kind. `name`: the device's, such as "cuda"; `chip`, `arch`: the chip's name for
+    `--sim` and for compilers; `files`: system files by path; `values`: other fields of Kind.
+    `libraries`: modules of `sglcore_sim.vendors`; callers leave a library without kernels for the
+    chip out, as it is not installed on such a machine."""
     return Kind(
         name=name,
         chip=chip,
@@ -162,8 +168,8 @@ def amd(name: str, capability: tuple[int, int], units: int, mib: int, l2: int) -
 
 
 def mthreads(name: str, capability: tuple[int, int], mib: int) -> dict[str, Any]:
-    """Return the properties that torch_musa reports, except the number of multiprocessors, which
-    the vendor has not published."""
+    """Return the properties that torch_musa reports, by name; `mib`: memory in MiB. The number of
+    multiprocessors is not among them, because the vendor has not published it."""
     return {"name": name, "major": capability[0], "minor": capability[1], "total_memory": mib * MIB}
 
 

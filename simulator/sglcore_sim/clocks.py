@@ -35,9 +35,9 @@ twice those of a new result, instead of the whole first tensor."""
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Speeds of a device: `flops` and `bandwidth` (bytes) per second, `start` seconds before an
-    operation runs, `launch` seconds of the host to queue it. Speeds of the link between ranks:
-    `alpha` seconds per collective, `beta` seconds per byte."""
+    """Speeds of a simulated device: `flops` (operations) and `bandwidth` (bytes) per second;
+    `start`: seconds before an operation runs; `launch`: seconds of the host to queue it. Speeds of
+    the link between ranks: `alpha` seconds per collective, `beta` seconds per byte."""
 
     flops: float = 1e14
     bandwidth: float = 1e12
@@ -52,7 +52,8 @@ class Speeds:
 
 
 class VirtualTime(TorchDispatchMode):
-    """Adds the time of each operation on the simulated device to its stream."""
+    """A torch dispatch mode that adds the time of each operation on the simulated device to its
+    stream. It is active within `virtual_time`, which makes it."""
 
     def __init__(self, sim: Simulator, speeds: Speeds) -> None:
         super().__init__()
@@ -60,11 +61,13 @@ class VirtualTime(TorchDispatchMode):
 
     @property
     def now(self) -> float:
-        """The host's virtual time in seconds since the start of the region."""
+        """The host's virtual time in seconds since the start of the region. Reading it takes no
+        time."""
         return self._sim.core.pass_time(0.0) / 1e3
 
     def work(self, seconds: float) -> None:
-        """Add host work to the virtual time, in addition to the queueing of operations."""
+        """Add `seconds` of host work to the virtual time, in addition to the queueing of
+        operations. Does not sleep."""
         self._sim.core.pass_time(seconds * 1e3)
 
     def share(self, stream: torch.Stream, share: float) -> None:
@@ -74,8 +77,9 @@ class VirtualTime(TorchDispatchMode):
             self._sim.core.set_share(share)
 
     def collective(self, stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
-        """Add the time of a collective over these tensors to `stream`, which stands for the link
-        between ranks."""
+        """Add the time of one collective over these tensors to `stream`, which stands for the link
+        between ranks; their bytes are summed. The stream is not slowed by others and slows none
+        from then on."""
         self.share(stream, 0.0)
         with stream:
             self._sim.busy(self.speeds.collective(sum(each.nbytes for each in tensors)) * 1e3)
@@ -83,7 +87,8 @@ class VirtualTime(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation and add its time to the current stream."""
+        """Run a torch operation, add its time to the current stream if it touches the simulated
+        device, and return its result."""
         given = kwargs or {}
         out = func(*args, **given)
         name = func.overloadpacket.__name__
@@ -117,8 +122,8 @@ def _bytes(name: str, read: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 
 @contextmanager
 def virtual_time(sim: Simulator, speeds: Speeds = Speeds()) -> Iterator[VirtualTime]:
-    """Run a block of this thread in virtual time, which starts at 0, for a device of these speeds;
-    yields the clock."""
+    """Context manager: run its block, on this thread, in virtual time, which starts at 0, for a
+    device of these speeds; yields the clock. Restores real time at the end."""
     sim.core.virtual_time(True)
     clock = sim.timing = VirtualTime(sim, speeds)
     try:

@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d
 
 
 class Done(dist._Work):
-    """The work of a collective that has run, perhaps on another stream than the caller's;
-    `result()` returns its outputs."""
+    """The work of a collective that has been run, perhaps on another stream than the caller's;
+    `result()` returns its outputs. It is always complete for the host."""
 
     def __init__(self, tensors: list[Any], stream: torch.Stream | None = None) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class Done(dist._Work):
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait for the collective; the host does not wait."""
+        """Make the current stream wait for the collective, if it ran on another stream, and return
+        True; the host does not wait. `timeout` is not used."""
         if self._end is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._end)
         return True
@@ -54,7 +55,9 @@ class Done(dist._Work):
 
 
 class Group(dist.ProcessGroup):
-    """One process group over gloo, for tensors of the simulated device."""
+    """One process group over gloo, for tensors of the simulated device. Each collective returns a
+    `Done`; with `opts.asyncOp` it runs on the group's own stream, otherwise on the current one. In
+    a capture it raises a fault (wrong_capture)."""
 
     def __init__(self, sim: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -104,17 +107,19 @@ class Group(dist.ProcessGroup):
         return Done(result)
 
     def _stream(self, device: torch.device) -> torch.Stream:
-        """Return the group's own stream on the device."""
+        """Return the group's own stream on the device, made at the first call."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         return self._streams[device]
 
     def behind(self, own: torch.Stream, device: torch.device) -> None:
-        """Make the group's stream wait for the work queued on the current stream."""
+        """Make the group's stream `own` wait for the work queued on the current stream of the
+        device; the host does not wait."""
         own.wait_stream(torch.accelerator.current_stream(device))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Done:
-        """Replace every tensor by the reduction over all ranks."""
+        """Replace every tensor of the list by the reduction (`opts.reduceOp`, sum by default) over
+        all ranks."""
         options = opts or dist.AllreduceOptions()
         return self._run(
             "all_reduce",
@@ -126,7 +131,8 @@ class Group(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Done:
-        """Replace every tensor by the root's."""
+        """Replace every tensor of the list by that of the root, rank `opts.rootRank` (0 by
+        default)."""
         options = opts or dist.BroadcastOptions()
         root = options.rootRank == self.rank()
         touched = (tensors, ()) if root else ((), tensors)
@@ -135,13 +141,15 @@ class Group(dist.ProcessGroup):
         )
 
     def reduce(self, tensors: Any, opts: Any) -> Done:
-        """Replace the root's tensor by the reduction over all ranks."""
+        """Replace the tensors of the root, rank `opts.rootRank`, by the reduction over all ranks;
+        those of other ranks have no defined content afterwards."""
         return self._run(
             "reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors, opts
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        """Gather every rank's tensor in lists."""
+        """Write every rank's tensor, by rank, to the tensors of `outputs[0]`; `inputs` is a list of
+        this rank's one tensor."""
         flat = [t for row in outputs for t in row]
 
         def gather(over: Any) -> Any:
@@ -150,7 +158,8 @@ class Group(dist.ProcessGroup):
         return self._run("all_gather", gather, inputs, flat, outputs, opts)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Done:
-        """Gather every rank's tensor in one tensor, by rank."""
+        """Write the tensor `given` of every rank to one tensor, by rank: `output` has size() times
+        its elements."""
 
         def gather(over: Any) -> Any:
             parts = list(over(output).view(self.size(), *given.shape).unbind(0))
@@ -159,7 +168,8 @@ class Group(dist.ProcessGroup):
         return self._run("all_gather_into_tensor", gather, [given], [output], [output], opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        """Write this rank's part of the reduction of lists of parts."""
+        """Write this rank's part of the reduction of lists of parts: outputs[i] becomes the
+        reduction over ranks of inputs[i][rank]."""
         options = dist.AllreduceOptions()
         options.reduceOp = (opts or dist.ReduceScatterOptions()).reduceOp
 
@@ -176,7 +186,8 @@ class Group(dist.ProcessGroup):
         )
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Done:
-        """Write this rank's part of the reduction of one tensor."""
+        """Write this rank's part of the reduction of `given`, which has size() parts of output's
+        shape, to `output`."""
         options = dist.AllreduceOptions()
         options.reduceOp = (opts or dist.ReduceScatterOptions()).reduceOp
 
@@ -190,8 +201,9 @@ class Group(dist.ProcessGroup):
         return self._run("reduce_scatter_tensor", scatter, [given], [output], [output], opts)
 
     def alltoall_base(self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any = None) -> Done:
-        """Exchange rows of dimension 0 with every rank: `input_sizes` and `output_sizes` are the
-        numbers of rows per rank; empty: equal shares."""
+        """Exchange rows of dimension 0 with every rank: rows of `given` go out, `output` gets what
+        comes in, both by rank. `input_sizes` and `output_sizes` are the numbers of rows per rank;
+        empty: equal shares."""
 
         def exchange(over: Any) -> Any:
             return self._gloo.alltoall_base(
@@ -205,26 +217,27 @@ class Group(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> Done:
-        """Send tensors to one rank."""
+        """Send tensors to the rank `destination`, which must call `recv` with the same tag."""
         return self._run(
             "send", lambda over: self._gloo.send([over(t) for t in tensors], destination, tag), tensors, (), tensors
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
-        """Receive tensors from one rank."""
+        """Receive tensors from the rank `source` into `tensors`."""
         return self._run(
             "recv", lambda over: self._gloo.recv([over(t) for t in tensors], source, tag), (), tensors, tensors
         )
 
     def barrier(self, opts: Any = None) -> Done:
-        """Wait on the host until every rank has called it."""
+        """Wait on the host until every rank has called it. It does not wait for the device."""
         self._gloo.barrier(opts or dist.BarrierOptions()).wait()
         return Done([])
 
 
 def plant(sim: Any) -> None:
-    """Register the kind's collectives as a backend of its device. For a backend that torch itself
-    knows, plant the class that torch constructs, which CPU builds lack."""
+    """Register the kind's collectives as a backend of torch.distributed for its device type. For a
+    backend name that torch itself knows, such as "nccl", plant the class that torch constructs,
+    which CPU builds lack."""
     name = sim.kind.collectives
     if name in dist.Backend.backend_list:
         _plant_class(sim, name)

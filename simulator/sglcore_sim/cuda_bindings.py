@@ -16,7 +16,8 @@ PropertyTable = dict[str, Any]
 
 
 class StreamBinding(in_tree.StreamBinding):
-    """`torch._C._CudaStreamBase`: a stream of the simulated device with CUDA's attribute names."""
+    """Stands in for `torch._C._CudaStreamBase`: a stream of the simulated device with CUDA's
+    attribute names. Raises RuntimeError for an external stream."""
 
     def __new__(
         cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, stream_ptr: int = 0
@@ -29,12 +30,14 @@ class StreamBinding(in_tree.StreamBinding):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority, as on hardware."""
+        """Return (lowest, highest) priority, (0, -5) as on hardware; a smaller number is a higher
+        priority."""
         return (0, -5)
 
 
 class EventBinding(module.EventBinding):
-    """`torch._C._CudaEventBase`: an event of the simulated device with CUDA's attribute names."""
+    """Stands in for `torch._C._CudaEventBase`: an event of the simulated device with CUDA's
+    attribute names. Raises RuntimeError for an external event."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -47,8 +50,8 @@ class EventBinding(module.EventBinding):
 
 
 class GraphBinding(in_tree.GraphBinding):
-    """`torch._C._CUDAGraph`: a graph of the simulated device; access to the raw graph is
-    refused."""
+    """Stands in for `torch._C._CUDAGraph`: a graph of the simulated device; access to the raw graph
+    raises RuntimeError."""
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         self.begin(pool, capture_error_mode)
@@ -60,7 +63,8 @@ class GraphBinding(in_tree.GraphBinding):
 
 
 class GreenContextBinding:
-    """`torch._C._CUDAGreenContext`: some multiprocessors of the device, in multiples of 8."""
+    """Stands in for `torch._C._CUDAGreenContext`: some multiprocessors of the device, rounded up to
+    a multiple of 8. `create` raises RuntimeError for more than there are."""
 
     sim: ClassVar[Any]
 
@@ -84,7 +88,8 @@ class GreenContextBinding:
         return cls(device, min(there, -(-num_sms // 8) * 8))
 
     def Stream(self) -> Any:
-        """Return a new stream each time; `sim.parts` has its number of multiprocessors."""
+        """Return a new stream at each call; `sim.parts` has its number of multiprocessors, by
+        device and stream id. It is not slower than others."""
         made = torch.cuda.Stream(self._device)
         self.sim.parts[made.device_index, made.stream_id] = self._units
         return made
@@ -96,7 +101,8 @@ class GreenContextBinding:
 
 
 def bindings(sim: Any) -> dict[str, Any]:
-    """Return the names and values to add to `torch._C`."""
+    """Return the names to add to `torch._C`, each with its function, class or value for this
+    simulator. Adds nothing itself."""
     mode = SimpleNamespace(value=0)
     return {
         **in_tree.bindings(sim, "cuda"),
@@ -120,7 +126,8 @@ def bindings(sim: Any) -> dict[str, Any]:
 
 
 def runtime_library(native: ModuleType) -> SimpleNamespace:
-    """Return the functions of `torch.cuda.cudart()` that torch itself calls."""
+    """Return an object with the functions of `torch.cuda.cudart()` that torch itself calls;
+    `native` is the simulator's core, which tells the memory."""
 
     def mem_info(device: int) -> tuple[int, int]:
         numbers = native.memory(device)
@@ -139,8 +146,8 @@ def runtime_library(native: ModuleType) -> SimpleNamespace:
 
 
 def device_properties(table: PropertyTable) -> SimpleNamespace:
-    """Return the kind's properties by the names of `torch.cuda.get_device_properties`, with
-    defaults for missing ones."""
+    """Return `table` (properties by name) as an object with the attributes of
+    `torch.cuda.get_device_properties`, with defaults for missing ones."""
     wanted = {
         "name": "simulated",
         "major": 0,
@@ -164,8 +171,9 @@ def device_properties(table: PropertyTable) -> SimpleNamespace:
 
 
 def plant(sim: Any, hip: str | None = None, cuda: str | None = None) -> None:
-    """Add the bindings and reload torch's own streams and graphs over them. `hip`, `cuda`: the
-    release that torch claims to be built for."""
+    """Add the bindings to torch in this process and reload torch's own streams and graphs over
+    them. `hip`, `cuda`: the version that torch then claims to be built for; None: not built for
+    it."""
     torch.version.cuda = cuda  # foreign: torch reads its build from here
     torch.version.hip = hip  # foreign: torch reads its build from here
     torch_cuda: Any = torch.cuda

@@ -47,12 +47,12 @@ class Fault(RuntimeError):
 
 
 class HostAccess(Fault, TypeError):
-    """The fault of kind host_access, which is also the TypeError that torch raises for such an
-    access."""
+    """The fault of kind host_access, which is also a TypeError, because torch raises that for such
+    an access."""
 
 
 class Caught:
-    """The fault that an `expect` block caught; `fault` is None before that."""
+    """The fault that an `expect` block caught; `fault` is None until the block ends."""
 
     def __init__(self) -> None:
         self.fault: BaseException | None = None
@@ -64,13 +64,15 @@ class Caught:
 
 
 class FaultLog:
-    """Makes faults for the native core and keeps those that no `expect` block caught."""
+    """Makes faults for the native core and keeps those that no `expect` block caught in `seen`, in
+    order."""
 
     def __init__(self) -> None:
         self.seen: list[Fault] = []
 
     def make(self, kind: str, text: str) -> Fault:
-        """Return a new fault of `kind`, and keep it in `seen`. The native core raises it."""
+        """Return a new fault of `kind`, and keep it in `seen`. The caller, such as the native core,
+        raises it. Raises ValueError for an unknown kind."""
         if kind not in KINDS:
             raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
         fault = (HostAccess if kind == "host_access" else Fault)(kind, text)
@@ -78,16 +80,18 @@ class FaultLog:
         return fault
 
     def forget(self, fault: BaseException | None) -> None:
-        """Remove an expected fault, and the faults in its chain of contexts."""
+        """Remove an expected fault, and the faults in its chain of `__context__`, from `seen`. None
+        removes nothing."""
         while fault is not None:
             self.seen[:] = [other for other in self.seen if other is not fault]
             fault = fault.__context__
 
     @contextmanager
     def expect(self, kind: str, out_of_memory: type[BaseException]) -> Iterator[Caught]:
-        """Catch one fault of `kind` raised in the block, and remove it from `seen`; raises
-        AssertionError if none was raised. `out_of_memory`: the exception class that torch raises
-        for an exhausted capacity."""
+        """Context manager: catch one fault of `kind` raised in the block, and remove it from
+        `seen`; raises AssertionError if none was raised, ValueError for an unknown kind. A fault of
+        another kind passes. `out_of_memory`: the exception class that torch raises for an exhausted
+        capacity."""
         if kind not in KINDS:
             raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
         caught = Caught()

@@ -37,8 +37,9 @@ def refuse(read: Callable[..., Any], device_type: str, core: ModuleType, log: Fa
 
 
 def plant(core: ModuleType, device_type: str, log: FaultLog) -> None:
-    """Guard the methods that return a tensor's numbers to Python, and refuse numpy arrays over
-    device memory. Numpy views of pinned memory are not guarded; they show poison."""
+    """Patch torch.Tensor: the methods that return a tensor's numbers to Python raise a fault while
+    a copy to its pinned memory is under way, and numpy arrays over device memory raise host_access.
+    Numpy views of pinned memory are not guarded; they show poison."""
     for name in ("numpy", "__array__"):
         setattr(
             torch.Tensor, name, refuse(getattr(torch.Tensor, name), device_type, core, log)

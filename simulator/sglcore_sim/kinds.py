@@ -56,21 +56,22 @@ class Kind:
 
 
 def pci(vendor: int, device: int, pci_class: int) -> dict[str, str]:
-    """Return `Kind.files` for a device on the PCI bus, one per simulated device."""
+    """Return files, as `Kind.files` has them, that show a device on the PCI bus, one per simulated
+    device. The arguments are the vendor's id, the device's id and the class of 24 bits."""
     folder = "sys/bus/pci/devices/0000:{bus}:00.0"
     ids = (f"0x{vendor:04x}", f"0x{device:04x}", f"0x{pci_class:06x}")
     return {f"{folder}/{name}": f"{value}\n" for name, value in zip(("vendor", "device", "class"), ids, strict=True)}
 
 
 def resolve(ref: str) -> Any:
-    """Import the object of a "module:name"."""
+    """Import the module of a "module:name" and return its object."""
     module, name = ref.split(":")
     return getattr(import_module(module), name)
 
 
 def known() -> Mapping[str, str]:
-    """Return the reference of every installed kind by its name. Raises ValueError if two kinds have
-    the same name."""
+    """Return the reference ("module:name") of every installed kind by its name; imports none of
+    them. Raises ValueError if two kinds have the same name."""
     found = dict(OWN)
     for point in entry_points(group=GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -81,8 +82,8 @@ def known() -> Mapping[str, str]:
 
 
 def chips(name: str) -> Sequence[Kind]:
-    """Return the chips of a kind; the first is the default. Raises ValueError, with the known
-    names, for an unknown one."""
+    """Return the chips of the kind `name`; the first is the default. Raises ValueError, with the
+    known names, for an unknown one."""
     refs = known()
     if name not in refs:
         raise ValueError(f"found simulated kind {name!r}, wanted one of {', '.join(sorted(refs))}, or a Kind record")
@@ -91,8 +92,8 @@ def chips(name: str) -> Sequence[Kind]:
 
 
 def kind_of(kind: str | Kind, arch: str | None = None) -> Kind:
-    """Return the record of "npu", of "npu:910C" (a chip or its `arch`), or of the chip in the
-    argument `arch`; a Kind is returned as it is.
+    """Return the Kind of "npu" (its first chip), of "npu:910C" (a chip's name or its `arch`), or of
+    the chip in the argument `arch`; a Kind is returned as it is.
 
     Raises ValueError, with the known names, for an unknown one.
     """

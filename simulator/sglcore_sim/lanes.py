@@ -33,7 +33,10 @@ UPCAST = "the interpreter computes on the bits of bfloat16 as integers; upcast w
 
 @dataclass(slots=True)
 class Run:
-    """One launch of a kernel: the addresses of its tensors, and the bytes its lanes touched."""
+    """One launch of a Triton kernel. `starts`, `ends` and `arguments`: the addresses of the tensor
+    arguments' first bytes and after their last ones, ascending, and their names. `make(kind, text)`
+    makes a fault. `touched` collects the byte ranges, arrays [N, 2] of (first, end), that lanes
+    wrote (key True) and read (False)."""
 
     kernel: str
     starts: np.ndarray
@@ -44,10 +47,11 @@ class Run:
     touched: dict[bool, list[np.ndarray]] = field(default_factory=lambda: {False: [], True: []})
 
     def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> Any:
-        """Check the addresses of the lanes that are not masked off, record them, and return bool of
-        the shape of `pointers`: the lanes that run. `what` and `program` are for messages; `size`:
-        bytes per lane. A lane outside of every argument is a fault, except in a rehearsal (the run
-        in a capture, before the kernel's inputs are computed), which skips such a lane."""
+        """Check the addresses of the lanes that are not masked off, and record their bytes in
+        `touched`. Return bool of the shape of `pointers`: the lanes that run. `mask` None: no lane
+        is masked off. `size`: bytes per lane; `what` and `program` are for messages. A lane outside
+        of every argument raises the fault out_of_bounds, except in a rehearsal (the run in a
+        capture, before the kernel's inputs are computed), which skips such a lane."""
         active = np.broadcast_to(np.ones((), bool) if mask is None else mask, pointers.shape).astype(bool)
         addresses = pointers[active].reshape(-1).astype(np.uint64)
         if not addresses.size:
@@ -83,14 +87,15 @@ class Run:
         )
 
     def ranges(self, write: bool) -> list[tuple[int, int]]:
-        """Return the merged byte ranges, as (first, end), that were written, or else read."""
+        """Return the byte ranges that were written (`write` True) or read (False), as ascending
+        addresses (first, end), end exclusive; ranges that touch are merged."""
         return merged(self.touched[write])
 
 
 class Here(threading.local):
-    """The state of this thread: its current run; `checking` > 0 if plain CPU tensors are checked
-    too; and the modules (ids of their globals) for which this launch has prepared Triton's
-    language."""
+    """The state of this thread: `run`, the launch that the interpreter now runs (None: accesses are
+    not checked); `checking` > 0 inside `check_lanes`; and `ready`, the modules (ids of their
+    globals) for which this launch has prepared Triton's language."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -102,7 +107,8 @@ HERE = Here()
 
 
 def merged(pieces: list[np.ndarray]) -> list[tuple[int, int]]:
-    """Sort byte ranges, given as arrays [N, 2] of (first, end), and merge those that touch."""
+    """Return byte ranges, given as arrays [N, 2] of (first, end), as one ascending list of tuples;
+    ranges that touch or overlap are merged. No arrays: an empty list."""
     if not pieces:
         return []
     every = np.unique(np.concatenate(pieces), axis=0)
@@ -113,7 +119,8 @@ def merged(pieces: list[np.ndarray]) -> list[tuple[int, int]]:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the first byte after it."""
+    """Return the addresses of a tensor's first byte and after its last one, over all strides; equal
+    for a tensor without elements."""
     start, size = tensor.data_ptr(), tensor.element_size()
     if not tensor.numel():
         return start, start
@@ -123,8 +130,9 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def make_run(kernel: str, tensors: dict[str, torch.Tensor], make: Callable[[str, str], Fault]) -> Run:
-    """Make a run with the arguments sorted by address; overlapping arguments become one, with a
-    common name."""
+    """Return a run of the kernel named `kernel` over `tensors` (by argument name). Its arguments
+    are sorted by address; overlapping ones become one, named "a, b", and tensors without elements
+    are left out. `make(kind, text)` makes a fault. Nothing runs yet."""
     rows: list[tuple[int, int, str]] = []
     for start, end, name in sorted((*span(tensor), name) for name, tensor in tensors.items()):
         if rows and start < rows[-1][1]:
@@ -137,7 +145,8 @@ def make_run(kernel: str, tensors: dict[str, torch.Tensor], make: Callable[[str,
 
 @contextmanager
 def running(run: Run) -> Iterator[Run]:
-    """Assign the interpreter's accesses on this thread to `run`."""
+    """Context manager: check and record the interpreter's accesses on this thread in `run`, in
+    place of an outer run; yields `run`."""
     before, HERE.run = HERE.run, run
     try:
         yield run
@@ -147,8 +156,8 @@ def running(run: Run) -> Iterator[Run]:
 
 @contextmanager
 def check_lanes() -> Iterator[None]:
-    """Check kernels over plain CPU tensors too, on this thread; works without a simulated
-    device."""
+    """Context manager: in its block, on this thread, kernels over plain CPU tensors are checked
+    too. It works without a simulated device, and raises the same faults."""
     patch()
     HERE.checking += 1
     try:
@@ -159,8 +168,8 @@ def check_lanes() -> Iterator[None]:
 
 @functools.cache
 def patch() -> bool:
-    """Patch the interpreter's launches, memory operations and arithmetic, once. Returns False if
-    Triton is missing."""
+    """Patch the launches, memory operations and arithmetic of Triton's interpreter, once per
+    process. Return whether Triton is installed; without it nothing is patched."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -181,10 +190,10 @@ def patch() -> bool:
 
 @functools.cache
 def prepare_once() -> None:
-    """Make the interpreter faster, once per process. It prepares Triton's language for a module's
-    functions once per launch instead of at every call, which took a third of a kernel's time and
-    had no effect. It also caches the shape, type and dtype objects of values, which took a fifth of
-    the remaining time."""
+    """Make the interpreter faster, once per process; without Triton it does nothing. It prepares
+    Triton's language for a module's functions once per launch instead of at every call, which took
+    a third of a kernel's time and had no effect. It also caches the shape, type and dtype objects
+    of values, which took a fifth of the remaining time."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -215,7 +224,8 @@ def prepare_once() -> None:
 
 
 def _keep_shapes() -> None:
-    """Cache the shape and element count of values by shape; they are never written to."""
+    """Make the interpreter cache the objects for shape and element count of values, by shape; they
+    are never written to."""
     from triton.language import core
 
     @functools.cache
@@ -230,7 +240,7 @@ def _keep_shapes() -> None:
 
 
 def _keep_types(interpreter: Any) -> None:
-    """Cache the type of a block by scalar type and shape."""
+    """Make the interpreter cache the type object of a block, by scalar type and shape."""
     from triton.language import core
 
     kept = functools.cache(lambda scalar, sizes: core.block_type(scalar, list(sizes)))
@@ -246,7 +256,8 @@ def _keep_types(interpreter: Any) -> None:
 
 
 def _keep_dtypes(interpreter: Any) -> None:
-    """Cache numpy's dtype of a scalar type; the interpreter builds its table anew at each call."""
+    """Make the interpreter cache numpy's dtype of a scalar type; it builds its table anew at each
+    call."""
     from triton.language import core
 
     original = interpreter._get_np_dtype
@@ -320,8 +331,10 @@ def _guard_arithmetic(builder: Any, interpreter: Any) -> None:
 
 
 def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args: Any, kwargs: Any) -> Any:
-    """Run one launch of a kernel: as work of the device if it has device tensors; else on the CPU,
-    with checks if inside `check_lanes`. `run_kernel` calls the interpreter itself."""
+    """Run one launch of a kernel: with device tensors as one piece of work of the device, with
+    checks; else on the CPU, with checks only inside `check_lanes`. `run_kernel(*args, **kwargs)`
+    calls the interpreter itself; `executor` is Triton's grid executor, which knows the kernel's
+    name and argument names. Returns what `run_kernel` returns if nothing is checked, else None."""
     from sglcore_sim.simulator import current
 
     sim, name = current(), executor.fn.__name__
@@ -373,14 +386,17 @@ def _on_device(sim: Any, name: str, tensors: list[torch.Tensor], run: Callable[.
 
 
 def _whole(view: torch.Tensor) -> torch.Tensor:
-    """Return all bytes from a tensor's first to its last, as uint8."""
+    """Return the bytes from a CPU tensor's first to its last, gaps included, as a flat uint8 tensor
+    over the same memory."""
     start, end = span(view)
     offset = start - view.untyped_storage().data_ptr()
     return torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage(), offset, (end - start,))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def _pieces(tensors: list[torch.Tensor], ranges: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return the byte ranges as uint8 tensors over the storages of the arguments."""
+    """Return the byte ranges (addresses (first, end)) as uint8 tensors over the storages of
+    `tensors`. A storage with more than RANGES of them gets a single tensor from the first to the
+    last; ranges outside of all storages are dropped."""
     pieces: list[torch.Tensor] = []
     for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
         storage = tensor.untyped_storage()
@@ -394,7 +410,8 @@ def _pieces(tensors: list[torch.Tensor], ranges: list[tuple[int, int]]) -> list[
 
 
 def tensor_arguments(names: Sequence[str], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and values of the arguments that are tensors."""
+    """Yield name and value of the arguments that are tensors: `args` by the names in `names`, then
+    `kwargs`."""
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if isinstance(value, torch.Tensor):
             yield name, value

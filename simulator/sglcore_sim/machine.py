@@ -20,8 +20,9 @@ release."""
 
 
 def lay_out(kind: Kind, devices: int) -> Path:
-    """Write the files of `devices` devices of this kind to a new folder, which is removed when the
-    process ends; return the folder."""
+    """Write the system files of `devices` devices of this kind (`Kind.files`) to a new temporary
+    folder, which is removed when the process ends. Return the folder, which stands for the
+    machine's root."""
     root = Path(tempfile.mkdtemp(prefix=f"sglcore-sim-{kind.name}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     for path, text in kind.files.items():

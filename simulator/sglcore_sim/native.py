@@ -10,5 +10,6 @@ from sglcore_sim import build
 
 @cache
 def native() -> ModuleType:
-    """Load the compiled core; the first call on a machine compiles it (less than a minute)."""
+    """Return the compiled core, loaded at the first call in a process; the first call on a machine
+    compiles it (less than a minute). Raises RuntimeError if it does not compile."""
     return build.load()

@@ -27,7 +27,7 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options `--sim`, `--sim-devices` and `--sim-memory`."""
+    """Add the options `--sim`, `--sim-devices` and `--sim-memory` to pytest; pytest calls it."""
     group = parser.getgroup("simulated accelerator")
     group.addoption(
         "--sim", default="", help="the simulated device of this run: KIND or KIND:CHIP, such as npu or hip:MI355X"
@@ -38,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Install the device before the tests' modules are imported."""
+    """Register the markers `sim` and `sim_faults`, and install the device of `--sim`, if given,
+    before the tests' modules are imported; pytest calls it. It installs none in the controller of
+    pytest-xdist, nor in a process that has one."""
     config.addinivalue_line(
         "markers", "sim(*capabilities): what the simulated device must offer, see sglcore_sim.plugin.capabilities"
     )
@@ -55,12 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def installed() -> Simulator | None:
-    """Return the simulated device of this process, if any, without importing torch."""
+    """Return the simulated device of this process, or None if none is installed. It does not import
+    torch."""
     return sglcore_sim.current() if "sglcore_sim.simulator" in sys.modules else None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Return the line that names the simulated device."""
+    """Return the line of pytest's header that names the simulated device, or None without a
+    device."""
     sim = installed()
     return (
         f"simulated device: {sim.devices} of {sim.kind.name} {sim.kind.arch}, {sim.memory >> 20} MiB each"
@@ -70,8 +74,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a text such as "8g", "512m" or a plain number. Raises
-    pytest.UsageError."""
+    """Return the number of bytes of a text such as "8g", "512M" or "4096"; k, m and g are powers of
+    1024. Raises pytest.UsageError for another text."""
     found = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
     if found is None:
         raise pytest.UsageError(f"found --sim-memory {text!r}, wanted bytes, or a number with one of k, m, g")
@@ -79,10 +83,10 @@ def size(text: str) -> int:
 
 
 def capabilities(sim: Simulator | None) -> frozenset[str]:
-    """Return the capabilities that a test may require: "device", "streams", "graphs",
-    "pinned_memory", "collectives", "several_devices", and those of the kind, such as
-    "neutral_graph" (torch.accelerator.Graph) and "graph_update" (captured calls that the host
-    rewrites). Empty without a device."""
+    """Return the capabilities that a test may require: for every device "device", "streams",
+    "graphs", "pinned_memory" and "collectives"; "several_devices" if there are two or more; and
+    those of the kind, such as "neutral_graph" (torch.accelerator.Graph) and "graph_update"
+    (captured calls that the host rewrites). Empty without a device."""
     if sim is None:
         return frozenset()
     offered = {"device", "streams", "graphs", "pinned_memory", "collectives"}
@@ -91,7 +95,8 @@ def capabilities(sim: Simulator | None) -> frozenset[str]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that requires a missing capability, and reset the device before other tests."""
+    """Skip a test if its `sim` markers name a capability that the device lacks (without a device,
+    any); otherwise reset the device, if there is one. pytest calls it before each test."""
     sim = installed()
     asked = {str(name) for mark in item.iter_markers("sim") for name in mark.args}
     missing = sorted(asked - capabilities(sim))
@@ -103,7 +108,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fail a test that passed although a fault was raised and swallowed."""
+    """Fail a test that passed although the device raised a fault that neither `sim.expect` nor a
+    `sim_faults` marker expects, or although work still waits for the host (stuck_graph). pytest
+    calls it around each test; it does nothing without a device."""
     result = yield
     sim = installed()
     if sim is None:
@@ -119,8 +126,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture
 def sim() -> Iterator[Simulator]:
-    """Yield the simulated device, without accesses, counters or faults of earlier tests; skip the
-    test if there is no device."""
+    """Yield the simulated device, without accesses, counters or faults of earlier tests, and reset
+    it after the test. Skip the test if there is no device."""
     device = installed()
     if device is None:
         pytest.skip("needs the capability device: run with --sim=KIND")

@@ -26,7 +26,9 @@ STORED = Path(str(files("sglcore_sim"))) / "data"
 
 
 def of_source(text: str) -> dict[str, Parameters]:
-    """Return the parameters of the functions and methods ("Class.method") of a module's source."""
+    """Return the parameters of a module's top-level functions and of its classes' methods, private
+    ones included, by name ("Class.method" for a method). `text` is the source; nothing is imported.
+    A later definition of the same name replaces the earlier one."""
     found: dict[str, Parameters] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
@@ -51,7 +53,9 @@ def _source(default: ast.expr | None) -> str:
 
 
 def of_callable(function: Callable[..., Any]) -> Parameters:
-    """Return the parameters of a Python function."""
+    """Return the parameters of a Python function in the form of `Parameters`, with the default's
+    repr as text. The kinds are positional, rest (*args), named (keyword only) and others
+    (**kwargs)."""
     kinds = {"POSITIONAL_ONLY": "positional", "POSITIONAL_OR_KEYWORD": "positional", "VAR_POSITIONAL": "rest"}
     kinds |= {"KEYWORD_ONLY": "named", "VAR_KEYWORD": "others"}
     rows = inspect.signature(function).parameters.values()
@@ -59,8 +63,9 @@ def of_callable(function: Callable[..., Any]) -> Parameters:
 
 
 def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
-    """Yield the names and parameters of a face's public functions, and of the public methods and
-    constructors of its public classes."""
+    """Yield name and parameters of the public functions in `names` (a module's names), and of the
+    public methods and constructors of its classes, as "Class.method". Only Python functions that a
+    class or a base of this package defines count; what torch's bases define does not."""
     for name, value in names.items():
         if name.startswith("_") or not callable(value):
             continue
@@ -74,7 +79,9 @@ def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
 
 
 def of_wheel(wheel: Path) -> dict[str, Any]:
-    """Return the version of a torch_npu wheel and the signatures of its `torch_npu.npu`."""
+    """Return "version" (from the file's name) and "signatures" of a torch_npu wheel: the parameters
+    of the functions and methods in the modules SOURCES of `torch_npu.npu`, sorted by name, without
+    names that begin with "_"."""
     found: dict[str, Parameters] = {}
     with zipfile.ZipFile(wheel) as archive:
         for name in SOURCES:
@@ -84,8 +91,9 @@ def of_wheel(wheel: Path) -> dict[str, Any]:
 
 
 def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
-    """Return the schemas of operators of the namespace `npu`, one line each, from the text in the
-    shared libraries of a torch_npu wheel."""
+    """Return the schemas of the operators `names` (without namespace, with overload), sorted by
+    name, each as "npu::name(...) -> ...". They are found as text in the shared libraries of a
+    torch_npu wheel. Raises KeyError for an operator that is not found."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".so"))
     texts = (text.decode() for text in re.findall(rb"[ -~]{16,}", libraries) if b") -> " in text)
@@ -94,14 +102,16 @@ def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
 
 
 def stored(name: str) -> dict[str, Any]:
-    """Load the stored data of a vendor's module: the "versions" that were read, and their common
-    "signatures"."""
+    """Load the stored data of a vendor's module, such as "torch_npu": the list "versions" that were
+    read, and "signatures", their common parameters by name."""
     return json.loads((STORED / f"{name}_signatures.json").read_text())
 
 
 def write(wheels: Sequence[Path]) -> None:
-    """Store signatures and schemas of these torch_npu wheels, the newest last. Raises ValueError if
-    their signatures differ."""
+    """Write the signatures and the schemas of these torch_npu wheels, the newest last, to the
+    package's data folder: signatures from all of them, schemas of the operators with a reference
+    from the last. Raises ValueError, with the differences, if their signatures differ; then nothing
+    is written."""
     from sglcore_sim.vendors.torch_npu import REFERENCES
 
     read = [of_wheel(wheel) for wheel in wheels]

@@ -30,8 +30,10 @@ def pair_of(touched: Touched) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class Simulator:
-    """The simulated device of this process. `core`: the native module, for faces and libraries.
-    `log`: makes and keeps faults. `timing`: the virtual clock, None outside of virtual time."""
+    """The simulated accelerator of this process, made by `install`. `kind`: its `Kind` record;
+    `devices`: their number; `memory`: bytes per device. `core`: the native module, for faces and
+    libraries. `log`: makes and keeps faults. `timing`: the virtual clock, None outside of virtual
+    time."""
 
     def __init__(self, core: ModuleType, kind: Any, devices: int, memory: int, log: FaultLog) -> None:
         self.kind = kind
@@ -46,27 +48,31 @@ class Simulator:
         self.watch(lambda: None, lambda: None)
 
     def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:
-        """Set the callbacks of a face with work that can wait for the host: `unfinished` faults if
-        some work still waits, `forget` drops it."""
+        """Set the callbacks of a face with work that can wait for the host, in place of those
+        before: `unfinished()` raises a fault if some work still waits, `forget()` drops such
+        work."""
         self._unfinished, self._forget = unfinished, forget
 
     def unfinished(self) -> None:
-        """Fault (stuck_graph) if work still waits for the host."""
+        """Raise a fault (stuck_graph) if work still waits for the host; otherwise do nothing. It
+        does not wait."""
         self._unfinished()
 
     @property
     def faults(self) -> list[Fault]:
-        """Faults raised so far that no `expect` block caught."""
+        """The faults made since the last reset that no `expect` block caught, in order: the log's
+        own list, so it grows. Exhausted memory is not in it."""
         return self.log.seen
 
     def device(self, index: int = 0) -> torch.device:
-        """Return the torch device of a simulated device."""
+        """Return the torch device `index` of the kind's type, such as cuda:0. The index is not
+        checked."""
         return torch.device(self.kind.torch_name, index)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make each hidden host sync in a block of this thread a fault; waiting for an event stays
-        allowed."""
+        """Context manager: make each hidden wait of the host for the device, on this thread, a
+        fault (sync_forbidden). Waiting for an event stays allowed."""
         self.core.no_sync(1)
         try:
             yield
@@ -74,14 +80,15 @@ class Simulator:
             self.core.no_sync(-1)
 
     def expect(self, kind: str) -> AbstractContextManager[Caught]:
-        """Catch one fault of `kind`, a key of KINDS, in a block; raises AssertionError if none was
-        raised."""
+        """Return a context manager that catches one fault of `kind`, a key of KINDS, in its block,
+        and yields a `Caught` that has it afterwards. Raises AssertionError if none was raised,
+        ValueError for an unknown kind; a fault of another kind passes through."""
         return self.log.expect(kind, torch.OutOfMemoryError)
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """Run a block of this thread without tracking: its operations are not device work, and no
-        accesses, graph nodes or syncs are recorded."""
+        """Context manager: run a block of this thread without tracking. Its operations are not
+        device work, and no accesses, graph nodes or syncs are recorded."""
         self.core.untracked(1)
         try:
             yield
@@ -129,14 +136,16 @@ class Simulator:
         return results[0] if shape["one"] else tuple(results)
 
     def busy(self, milliseconds: float) -> None:
-        """Occupy the current stream for this time of the host's clock. The host does not wait; work
-        that is queued after it, or waits for it, does. Inside a capture it becomes a node. Outside
-        of virtual time, other operations take no device time."""
+        """Occupy the current stream for `milliseconds` of the host's clock. The call does not wait;
+        work that is queued after it on the stream, or waits for the stream, does. Inside a capture
+        it becomes a node, which occupies the stream at each replay. Outside of virtual time, other
+        operations take no device time."""
         self.core.busy(milliseconds)
 
     def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
         """Record a read or, with `write`, a write of the bytes of `tensor` by the current stream;
-        `op` names it in faults."""
+        the bytes stay as they are. `op` names the access in faults. Raises the fault that the
+        access is, such as a race."""
         self.core.access(tensor, write, op)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,8 +160,9 @@ class Simulator:
         return self.core.host_alias(tensor)
 
     def check_finite(self, tensor: torch.Tensor, name: str = "tensor") -> None:
-        """Fault (uninitialised) if `tensor` holds poison or other values that are not finite;
-        `name` is for the message."""
+        """Raise a fault (uninitialised) if `tensor` holds poison (the pattern of memory that
+        nothing has written) or, in a floating-point tensor, values that are not finite. `name` is
+        for the message. It does not wait for the stream."""
         poisoned = self.core.poisoned_elements(tensor)
         values = self.core.host_alias(tensor)
         bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
@@ -164,16 +174,23 @@ class Simulator:
             raise self.log.make("uninitialised", text)
 
     def declare_writes(self, op: str, *arguments: str) -> None:
-        """Declare the names of arguments that operator `op` writes although its schema does not
-        mark them. Call it before the operator's first use."""
+        """Declare the names of arguments that operator `op` ("namespace::name", with an overload as
+        ".out") writes although its schema does not mark them. Call it before the operator's first
+        use."""
         self.core.declare_writes(op, list(arguments))
 
     def stats(self) -> Mapping[str, int]:
-        """Return the counters since the last reset, and the current memory."""
+        """Return numbers by name. Counted since the last reset: "host_syncs", "event_waits",
+        "h2d_copies", "d2h_copies", "d2d_copies", "pageable_h2d", "captures", "replays", "ops", and
+        further counters that are absent at 0. Now, over all devices, in bytes: "allocated",
+        "reserved", and "peak" since the last reset; "pending": copies under way; "streams": how
+        many exist."""
         return MappingProxyType(self.core.stats())
 
     def reset(self) -> None:
-        """Drop all accesses, pending copies, counters and faults, as after a device synchronize."""
+        """Drop all accesses, pending copies, counters and faults, as after a device synchronize;
+        copies to the host still land. Captures are abandoned, and the default stream becomes the
+        current one of every device. Memory stays allocated. Raises nothing."""
         self._forget()
         self.core.reset()
         for index in range(self.devices):
@@ -185,12 +202,15 @@ _installed: list[Simulator] = []
 
 
 def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None = None) -> Simulator:
-    """Install a simulated accelerator in this process. Call it once, before any use of a device; a
-    second call raises RuntimeError.
+    """Install a simulated accelerator in this process and return its `Simulator`. Call it once,
+    before any use of a device; a second call raises RuntimeError. There is no way back. It also
+    sets TRITON_INTERPRET=1, and SGLCORE_SYSTEM_ROOT to a folder with the machine's system files.
+    The first call on a machine compiles the native core.
 
     `kind`: the name of an installed kind (`kinds.known`), with an optional chip after a colon, or a
     Kind record of a made-up device. `arch`: the chip, in place of one after the colon; without
-    either, the kind's first. `memory`: bytes per device, any size.
+    either, the kind's first. An unknown kind or chip raises ValueError. `memory`: bytes per device,
+    any size; it is a limit, nothing is allocated.
     """
     if _installed:
         raise RuntimeError(
@@ -227,5 +247,5 @@ def _is_torchs_own(device_type: str) -> bool:
 
 
 def current() -> Simulator | None:
-    """Return the simulated device of this process, or None."""
+    """Return the simulated device of this process, or None if `install` was not called."""
     return _installed[0] if _installed else None

@@ -19,10 +19,12 @@ SETTING = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def huge_empty(num_bytes: int) -> Tensor:
-    """Return uint8 [num_bytes] of zeros, aligned to 2 MiB if it is at least that large.
+    """Return uint8 [num_bytes] of zeros. On Linux, from 2 MiB on, it is aligned to 2 MiB, and a
+    page takes memory only once it is accessed; a smaller tensor, or one on another system, is
+    torch's.
 
-    On Linux the pages of such a large tensor are allocated at their first access. The memory is
-    freed with the last tensor that uses it. Raises MemoryError if the system refuses.
+    The memory is freed with the last tensor that uses it. Raises MemoryError if Linux refuses a
+    large one.
     """
     if num_bytes < HUGE_PAGE or sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -49,7 +51,9 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def huge_pages(root: Path = Path("/")) -> tuple[bool, str]:
-    """Return whether the system gives huge pages on request, and the text of its setting."""
+    """Return whether the system gives huge pages on request (its setting is `always` or `madvise`),
+    and a text with the setting or the reason for False. `root` is the folder that the path of the
+    setting starts from."""
     if sys.platform != "linux":
         return False, "this system has no way to request huge pages"
     try:

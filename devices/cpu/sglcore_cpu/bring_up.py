@@ -59,8 +59,9 @@ def processor_world(
     ledger: DecisionLedger,
     place: Place | None = None,
 ) -> Group | None:
-    """Join the ranks' process group; ranks on one machine exchange small tensors through shared
-    memory. None without a `place`, or if the package has no communication."""
+    """Join the process group of the ranks and wait for all of them; ranks on one machine sum
+    tensors through shared memory. Return this rank's group; None without a `place`, or if the
+    package declares no communication. The choice is recorded in the ledger."""
     if place is None or package.communication is None:
         return None
     from sglcore.runtime.parallel.process_group import Group, join
@@ -73,8 +74,10 @@ def processor_world(
 def sums_of_ranks(
     place: Place, backend: str, make_engine: Callable[[], Engine] = engine_of_one
 ) -> tuple[Callable[..., Group] | None, str, str]:
-    """Return the constructor of a rank's group (None: the standard `Group`), the ledger's name for
-    the choice, and the reason."""
+    """Return (constructor, name, reason): the constructor of a rank's group that sums through
+    shared memory, the ledger's text for the choice, and its reason. The constructor is None, and
+    the standard `Group` serves, if ranks are on several machines or the native kernels are not
+    there. `backend`: the name of torch's backend for what does not go through shared memory."""
     from sglcore_cpu.shared_sums import MOST, sums_for
 
     make = sums_for(place, make_engine)
@@ -92,9 +95,10 @@ def sums_of_ranks(
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:
-    """Plan where threads run, bind this process to those cores where `bind_process` does, and set
-    torch's number of threads, before any memory is touched. Each rank of a machine gets its own
-    cores."""
+    """Plan where threads run, record the plan in the ledger and return it, before any memory is
+    touched. Binds this process to the planned cores where `bind_process` does, and sets torch's
+    number of threads. Each rank of a machine gets cores of its own. Without `--threads`, weights
+    below 64 MiB get one thread."""
     size = weight_bytes(model_path, config)
     asked, reason = config.threads, ""
     if asked is None and size < SMALL_WEIGHTS:
@@ -133,8 +137,10 @@ def processor_kernels(
     ledger: DecisionLedger,
     device: torch.device,
 ) -> KernelTable:
-    """Choose the kernel table: native, or another one of the package. For `--graph compiled` it is
-    torch's with unpacked weights, because a compiler can trace no other."""
+    """Return the kernel table: the native one, or another of the package as `--kernels` names it.
+    For `--graph compiled` it is torch's with unpacked weights, unless the reference was requested,
+    because a compiler can trace no other. Records the choice in the ledger; raises ConfigError for
+    kernels that can not serve."""
     asked = package.kernels_for(config.kernels, "reference", *NAMES)
     is_traced = facts.graph_kind(config.graph) == "compiled"
     extension = find_extension(torch.__version__)
@@ -155,16 +161,19 @@ def processor_kernels(
 
 
 def kernel_choices(config: EngineConfig, facts: Facts, model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
-    """Record in the ledger the kernel choices that depend on the model's dtype and shapes."""
+    """Return ledger rows for the kernel choices that depend on the model's dtype and shapes, and
+    record them. Decides nothing."""
     rows = tuple(kernel_rows(model, facts.graph_kind(config.graph)))
     ledger.record(*rows)
     return rows
 
 
 def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, ledger: DecisionLedger) -> PoolKind:
-    """Choose the kind of KV pool: KV slots of the model's dtype, or 8-bit codes, which only the
-    native kernels read. On Linux the pool takes memory only where it is written (`huge_zeros`).
-    Raises ConfigError for a `kv_cache_dtype` that can not serve here."""
+    """Return the kind of KV pool: KV slots of the model's dtype for `auto`, or 8-bit codes for
+    `int8`, which only the native kernels read. A model with latent rows (MLA) gets the first kind
+    for every `kv_cache_dtype`. On Linux the pool takes memory only where it is written
+    (`huge_zeros`). Raises ConfigError for a `kv_cache_dtype` that can not serve here. Records the
+    kind in the ledger for `int8` only."""
     if config.kv_cache_dtype == "auto" or any(layer.rows for layer in model.attention_layers):
         return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
@@ -181,9 +190,10 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
 
 
 def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement, ledger: DecisionLedger) -> int:
-    """Set and return the number of threads for torch's operations. It is 1 if the model runs them
-    between native kernels: the native threads spin while they wait for the next kernel, and the two
-    thread pools would compete for the cores."""
+    """Return the number of threads for torch's operations. It is set to 1, and recorded in the
+    ledger, if the model runs torch operations between native kernels, because the native threads
+    spin while they wait for the next kernel, and the two thread pools would compete for the cores;
+    else it stays that of the placement, and nothing is set."""
     if not model.calls_library or not is_native(kernels) or threads.threads == 1:
         return threads.threads
     torch.set_num_threads(1)
@@ -193,8 +203,9 @@ def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement
 
 
 def spread_cells(pools: Pools, threads: Placement) -> int:
-    """Spread the pages of the KV pools over the memory nodes of the placement; return the number
-    of tensors that were spread."""
+    """Interleave the memory pages of the KV pools, sliding-window pools included, over the memory
+    nodes (NUMA) of the placement. Return the number of tensors that were spread: 0 with one
+    node."""
     kinds = [pools.token_to_kv] if pools.windows is None else [pools.token_to_kv, pools.windows.token_to_kv]
     cells = [part for pool in kinds for layer in range(pool.num_layers) for part in pool.kv(layer)]
     return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
@@ -210,8 +221,9 @@ def processor_attention(
     hisparse: HiSparseCoordinator | None,
     ledger: DecisionLedger,
 ) -> AttentionBackend:
-    """Choose the attention backend as the standard step does. `paged` needs the native kernels, so
-    it is no candidate with another kernel table; raises ConfigError if it is requested then."""
+    """Return the attention backend, chosen as the standard bring-up step does. `paged` needs the
+    native kernels: with another kernel table it is no candidate, and raises ConfigError if it is
+    requested."""
     if not is_native(kernels):
         if config.attention_backend == PAGED:
             raise ConfigError(
@@ -240,9 +252,10 @@ def processor_runner(
     groups: Groups | None = None,
     halves: Halves | None = None,
 ) -> ModelRunner:
-    """Make the standard runner, with recorded decode steps only where a step can be replayed as a
-    list of kernel calls; otherwise `auto` turns graphs off with a row in the ledger, and a named
-    graph raises ConfigError."""
+    """Make the standard runner. Graphs of kind `native` (recorded lists of kernel calls) are used
+    only where this kernel table, attention and group of ranks can replay them: otherwise `--graph
+    auto` turns graphs off with a row in the ledger, and a graph requested by name raises
+    ConfigError."""
     if facts.graph_kind(config.graph) == "native":
         reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups, "native")
         if reason and config.graph != "auto":
@@ -262,7 +275,7 @@ def processor_runner(
 
 def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) -> str:
     """Return why a decode step with this kernel table and attention can not be replayed as a list
-    of kernel calls; empty if it can."""
+    of kernel calls, as a phrase for the ledger; empty if it can."""
     if attention.shape.is_encoder:
         return "an encoder does not decode"
     if not is_native(kernels):
@@ -276,7 +289,9 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """Return the memory that the system has left for the KV cache after the weights are loaded."""
+    """Return the memory budget for the KV cache, read from the system after the weights are loaded.
+    `model` is not read: the parameter makes the step run after loading. By default half of the
+    available memory is used."""
     available, evidence = available_memory()
     return MemoryBudget(total_memory()[0], available, evidence, default_share=0.5)
 

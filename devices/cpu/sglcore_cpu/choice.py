@@ -1,5 +1,5 @@
-"""Choice of the kernels: the native ones of the highest instruction set that the processor
-announces, or torch's."""
+"""Choice of the kernels: the native ones of the highest instruction set that library and processor
+have, or torch's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BUILD_ALL = "python -m sglcore_cpu.compile --sets all"
 
 @functools.cache
 def load_library() -> Library:
-    """Load this installation's library; compile it first if there is none. Cached for the life of
-    the process. Raises NativeUnavailable."""
+    """Load this installation's library; compile it first, waiting for minutes, if there is none.
+    Cached for the life of the process. Raises NativeUnavailable."""
     return find_library()
 
 
 def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
-    """Make an engine with one thread, for the highest instruction set that library and processor
-    have. Raises NativeUnavailable."""
+    """Make a new engine with one thread, for the highest instruction set that library and processor
+    have. `load` returns the library. Raises NativeUnavailable."""
     library = load()
     return library.engine(_instruction_set("auto", library), 1)
 
@@ -41,11 +41,12 @@ def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
 def choose_kernels(
     asked: str, threads: int, cores: Sequence[Sequence[int]] = (), load: Callable[[], Library] = load_library
 ) -> tuple[KernelTable, Row]:
-    """Return the kernel table for "auto", "native" or an instruction set's name, and its ledger
-    row. `threads` and `cores`: as in `Library.engine`.
+    """Return the kernel table and its ledger row for `asked`: "auto", "native" or the name of an
+    instruction set. `threads` and `cores`: as in `Library.engine`. `load` returns the library. The
+    row is not recorded here.
 
-    If the native kernels can not run here, "auto" returns torch's table; any other choice raises
-    ConfigError.
+    If the native kernels can not run here, "auto" returns torch's table, with a row marked as a
+    downgrade; any other choice raises ConfigError.
     """
     try:
         library = load()
@@ -90,13 +91,14 @@ def _instruction_set(asked: str, library: Library) -> str:
 
 
 def _announced(library: Library) -> tuple[str, ...]:
-    """Return the instruction sets of this architecture that the processor announces, ascending."""
+    """Return the names of the instruction sets of this architecture that the processor announces,
+    lowest first, whether the library was built with them or not."""
     return tuple(one.name for one in Variant().instruction_sets if one.level <= library.processor_level)
 
 
 def _lacks(chosen: str, library: Library) -> str:
-    """Say that the processor announces a higher instruction set than the library was built for;
-    empty if it does not."""
+    """Return a phrase for the ledger if the processor announces a higher instruction set than
+    `chosen` and the library was built without it; empty otherwise."""
     announced = _announced(library)
     if not announced or chosen not in announced[:-1] or announced[-1] in library.levels:
         return ""

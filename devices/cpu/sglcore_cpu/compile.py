@@ -68,7 +68,8 @@ SANITIZE = (
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """An instruction set: its name, its level in `isa.h`, and the compiler flags it needs."""
+    """An instruction set: `name`, as `--kernels` takes it; `level`, its number in `isa.h`, where a
+    higher level includes the lower ones; `flags`, the compiler flags it needs."""
 
     name: str
     level: int
@@ -87,9 +88,10 @@ ARM = (InstructionSet("neon", 1, ("-march=armv8.2-a+bf16+i8mm+dotprod+fp16",)),)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What to build. `emulate`: build the levels above avx512 with avx512 instructions only.
-    `sanitize`: with the address and undefined-behaviour sanitizers. `topics`, `names`: only these
-    topics and instruction sets (empty: all)."""
+    """What to build. `compiler`: its command. `machine`: the architecture, as `platform.machine`
+    names it. `emulate`: build the levels above avx512 with avx512 instructions only. `sanitize`:
+    with the address and undefined-behaviour sanitizers. `topics`, `names`: only these topics and
+    instruction sets (empty: all)."""
 
     compiler: str = "c++"
     machine: str = field(default_factory=platform.machine)
@@ -100,7 +102,8 @@ class Variant:
 
     @property
     def instruction_sets(self) -> tuple[InstructionSet, ...]:
-        """The selected instruction sets of `machine`; empty for an unknown machine."""
+        """The selected instruction sets of `machine`, lowest level first; empty for an unknown
+        machine."""
         every = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(self.machine, ())
         sets = tuple(one for one in every if not self.names or one.name in self.names)
         if not self.emulate:
@@ -109,25 +112,28 @@ class Variant:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Compiler flags of every file."""
+        """Compiler flags of every file, without those of an instruction set."""
         return (*COMMON, "-O3", *(SANITIZE if self.sanitize else ()))
 
 
 class BuildError(RuntimeError):
-    """The compiler is missing or rejected a file; the text is its message."""
+    """The compiler is missing, fails or does not end, or what was requested can not be built; the
+    text says which, in one line."""
 
 
 class NoCompiler(BuildError):
-    """There is no compiler of that name."""
+    """No command of the compiler's name is on the PATH."""
 
 
 def topics(sources: Path = SOURCES) -> tuple[str, ...]:
-    """Return the names of the folders of kernels."""
+    """Return the names of the folders in `sources` that contain .cpp files, sorted. Each is a
+    topic: a folder of kernels that is compiled once for each instruction set."""
     return tuple(sorted(folder.name for folder in sources.iterdir() if any(folder.glob("*.cpp"))))
 
 
 def source_digest(sources: Path = SOURCES) -> str:
-    """Return a fingerprint of all sources; the library contains it too."""
+    """Return a fingerprint of all C++ sources and headers, their paths included: 16 hexadecimal
+    digits. The library contains it too, so that a library of other sources is noticed."""
     total = hashlib.sha256()
     for path in sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".h")):
         total.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
@@ -135,10 +141,11 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 
 def build(target: Path, variant: Variant = Variant(), cache: Path | None = None, sources: Path = SOURCES) -> Path:
-    """Compile and link to `target`. `cache` keeps object files by a hash of their preprocessed
-    source and flags, and libraries by a hash of all inputs; waits for minutes if it has none.
-    Instruction sets that the compiler does not know are left out (`understood`). Raises
-    `BuildError`."""
+    """Compile and link the library to `target`; return `target`. Waits for minutes, unless `cache`
+    has the parts: that folder keeps object files by a hash of their preprocessed source and flags,
+    and libraries by a hash of all inputs (None: nothing is kept). Instruction sets that the
+    compiler does not know are left out (`understood`). Raises `BuildError`, also if files can not
+    be written."""
     variant = understood(variant)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -153,9 +160,10 @@ def build(target: Path, variant: Variant = Variant(), cache: Path | None = None,
 
 
 def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
-    """Return the variant with the instruction sets that `asked` selects: a value of `SETTING`, or
-    names separated by commas. Raises `BuildError` for an unknown name, and if this processor has
-    none of the instruction sets."""
+    """Return the variant with the instruction sets that `asked` selects: `here`, `all`, or names
+    separated by commas (`none` is not accepted). `here` runs the compiler and selects as
+    `for_this_processor` does. Raises `BuildError` for an unknown name; with `here` also as
+    `for_this_processor` does."""
     if asked == HERE:
         return for_this_processor(variant, sources)
     known = {one.name for one in variant.instruction_sets}
@@ -168,10 +176,11 @@ def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
 
 
 def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
-    """Select the lowest and the highest instruction set that this processor announces and the
-    compiler knows: the highest serves here, the lowest on most machines that the installation may
-    be moved to. When `variant` is for another architecture, select all that the compiler knows.
-    Raises `BuildError` as `understood` does, and if the processor announces none."""
+    """Return the variant with the lowest and the highest instruction set that this processor
+    announces and the compiler knows: the highest serves here, the lowest on most machines that the
+    installation may be moved to. When `variant` is for another architecture, all that the compiler
+    knows. Runs the compiler. Raises `BuildError` as `understood` does, and if the processor
+    announces none."""
     variant = understood(variant)
     if variant.machine != platform.machine():
         return variant
@@ -184,8 +193,9 @@ def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
 
 
 def _processor_level(variant: Variant, sources: Path) -> int:
-    """Return the processor level that the library would detect, by compiling and running a program
-    of the same source; the highest level of the variant if the program can not be run."""
+    """Return the level of this processor, as the library would detect it, by compiling and running
+    a program of the same source; the highest level of the variant if the program can not be run.
+    Raises `BuildError` if it does not compile."""
     most = max(one.level for one in variant.instruction_sets)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -200,8 +210,9 @@ def _processor_level(variant: Variant, sources: Path) -> int:
 
 
 def understood(variant: Variant) -> Variant:
-    """Drop the instruction sets that need flags unknown to the compiler. Raises `BuildError` if
-    none is left, if there is no compiler, or if there are no kernels for the machine."""
+    """Return the variant without the instruction sets that need flags unknown to the compiler,
+    which is run once for each. Raises `BuildError` if none is left, if there is no compiler
+    (`NoCompiler`), or if there are no kernels for the machine."""
     if shutil.which(variant.compiler) is None:
         raise NoCompiler(f"there is no C++ compiler {variant.compiler!r} here")
     if not variant.instruction_sets:
@@ -218,20 +229,22 @@ def _takes(compiler: str, flags: Sequence[str]) -> bool:
 
 
 def compiler_version(compiler: str) -> str:
-    """Return the compiler's output for `--version`. Raises `BuildError`."""
+    """Return the compiler's output for `--version`, all lines. Raises `BuildError`."""
     return _run((compiler, "--version"))
 
 
 def _identity(variant: Variant, sources: Path) -> str:
-    """Return a fingerprint of everything that determines the library: sources, compiler, variant,
-    flags."""
+    """Return a fingerprint of everything that determines the library (sources, compiler version,
+    variant, flags): 24 hexadecimal digits."""
     sets = [(one.name, one.level, one.flags) for one in variant.instruction_sets]
     parts = (source_digest(sources), compiler_version(variant.compiler), variant, variant.flags, sets)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _objects(variant: Variant, folder: Path, scratch: Path, sources: Path) -> list[Path]:
-    """Compile every source; object files that `folder` already has are reused."""
+    """Compile every source in parallel and return the paths of the object files in `folder`; object
+    files that it already has are reused. `scratch` takes the generated source. Raises
+    `BuildError`."""
     registry = scratch / "registry.cpp"
     registry.write_text(registry_text(variant, sources), encoding="utf-8")
     jobs: list[tuple[Path, tuple[str, ...]]] = [(path, ()) for path in (*(sources / name for name in PLAIN), registry)]
@@ -248,7 +261,8 @@ def _link(target: Path, variant: Variant, objects: Sequence[Path]) -> None:
 
 
 def _place(library: Path, target: Path) -> None:
-    """Copy the library to `target` atomically; a process that has loaded the old file keeps it."""
+    """Copy the library to `target` by renaming, so that no reader sees half a file; a process that
+    has loaded the old file keeps it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f"{target.name}.{os.getpid()}")
     shutil.copy(library, fresh)
@@ -263,8 +277,8 @@ def cores() -> int:
 
 
 def kernel_lists(topic: str, sources: Path = SOURCES) -> tuple[str, ...]:
-    """Return the names of the lists of kernels (`SGL_KERNELS` in kernels.h) in a topic's files.
-    Raises `BuildError` if there is none."""
+    """Return the names of the lists of kernels in a topic's .cpp files, as the macro `SGL_KERNELS`
+    of kernels.h names them. Raises `BuildError` if there is none."""
     texts = (path.read_text(encoding="utf-8") for path in sorted((sources / topic).glob("*.cpp")))
     found = tuple(name for text in texts for name in KERNELS.findall(text))
     if not found:
@@ -273,8 +287,9 @@ def kernel_lists(topic: str, sources: Path = SOURCES) -> tuple[str, ...]:
 
 
 def registry_text(variant: Variant, sources: Path = SOURCES) -> str:
-    """Return the C++ source that lists the instruction sets and the lists of kernels. Raises
-    `BuildError` for a topic without kernels, and for two lists of one name."""
+    """Return C++ source with four constants that the library reads: the instruction sets with their
+    lists of kernels, their number, the digest of the sources, and whether instructions are
+    emulated. Raises `BuildError` for a topic without kernels, and for two lists of one name."""
     chosen = [name for topic in variant.topics or topics(sources) for name in kernel_lists(topic, sources)]
     if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
         raise BuildError(f"two files of the native sources name their list of kernels {', '.join(twice)}")
@@ -301,7 +316,9 @@ def _topic_jobs(one: InstructionSet, variant: Variant, sources: Path) -> list[tu
 
 
 def _compile(path: Path, flags: Sequence[str], variant: Variant, folder: Path, sources: Path) -> Path:
-    """Return the object file of one source; compile it unless `folder` already has it."""
+    """Return the path in `folder` of the object file of one source; compile it unless the folder
+    has it. The name is a hash of command and preprocessed source, so the preprocessor runs each
+    time. `flags`: those of the instruction set. Raises `BuildError`."""
     plain = (variant.compiler, *variant.flags, *flags)
     command = (*plain, f"-I{sources}")
     preprocessed = _run((*command, "-E", "-P", str(path)))
@@ -329,7 +346,9 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build one variant; return 1 and print the compiler's message if it fails."""
+    """Build one variant as the command line asks, and print the path of the library; return 0. On
+    failure print the compiler's message to stderr and return 1. `arguments`: None takes those of
+    the process. With `--sets none` it builds nothing."""
     parser = argparse.ArgumentParser(prog="sglcore_cpu.compile", description="Build the native kernels.")
     parser.add_argument("--out", type=Path, default=SOURCES.parent / LIBRARY)
     parser.add_argument("--compiler", default=os.environ.get("CXX", "c++"))

@@ -58,13 +58,16 @@ def find_library(
 
 
 def cache_folder() -> Path:
-    """Return this package's folder in the user's cache folder."""
+    """Return `sglcore-cpu` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`); it need
+    not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglcore-cpu"
 
 
 def _compile(library: Path, variant: Variant, sources: Path) -> None:
-    """Compile for this processor, unless another process has done so meanwhile. Object files of an
-    interrupted or failed start are kept, and the next start reuses them."""
+    """Compile the library for this processor, unless another process has done so meanwhile; waits
+    for that process, or for the compiler. Object files of an interrupted or failed start are kept,
+    and the next start reuses them. Raises NativeUnavailable if it can not be compiled, OSError if
+    the folder can not be written."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with _alone(library.parent / "lock"):
         if library.exists():

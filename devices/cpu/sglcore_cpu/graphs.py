@@ -1,5 +1,5 @@
-"""Graphs by torch's compiler: one compiled callable per bucket. Attention stays one opaque call
-inside it."""
+"""Graphs by torch's compiler: one compiled callable for each bucket (batch size). Attention stays
+one opaque call inside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sglcore.runtime.streams import Streams
 
 
 class CompiledStep:
-    """The `CapturedStep` of a forward of one bucket, compiled for its exact shapes."""
+    """The `CapturedStep` of one bucket: a forward compiled for its exact shapes. Making it compiles
+    and runs the step once, which takes seconds."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         # The shapes of a bucket never change, so no guards are needed. With guards, a change of
@@ -25,7 +26,8 @@ class CompiledStep:
         self._step()
 
     def replay(self, update: object | None) -> Tensor:
-        """Run the step on the current contents of its buffers; return its output."""
+        """Run the step on the current contents of its buffers; return its output. `update` is not
+        used: the compiled step has nothing to update."""
         return self._step()
 
 
@@ -34,13 +36,14 @@ def _no_guards(guards: Sequence[object]) -> list[bool]:
 
 
 class CompiledGraphs:
-    """The `GraphBackend` that compiles steps with torch.compile; needs a C++ compiler on the
-    machine."""
+    """The `GraphBackend` that compiles steps with torch.compile. torch needs a C++ compiler on the
+    machine; this class does not check it."""
 
     kind = "compiled"
 
     def capture(self, step: Callable[[], Tensor]) -> CompiledStep:
-        """Compile the step and run it once. Waits for seconds."""
+        """Compile the step and run it once, so that nothing is compiled while requests wait. Takes
+        seconds."""
         return CompiledStep(step)
 
     def close(self) -> None:

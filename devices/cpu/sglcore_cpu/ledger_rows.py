@@ -31,8 +31,8 @@ def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
 
 
 def linear_row(model: LoadedModel, graph: str) -> Row:
-    """Return the row of the linear layers: how their weights are packed, which determines the
-    kernels. `graph`: as in `kernel_rows`."""
+    """Return the row of the linear layers: in how many of them the weight is packed, and how, which
+    determines the kernels. `graph`: as in `kernel_rows`."""
     layers = model.weights.linears
     forms = Counter(_form(layer.weight) for layer in layers)
     told = ", ".join(f"{count} of {len(layers)} {form}" for form, count in forms.items())
@@ -52,16 +52,17 @@ def _form(weight: torch.Tensor) -> str:
 
 
 def pages_row(root: Path = Path("/")) -> Row:
-    """Return the row that says whether the system at `root` gives weights huge pages. No setting
-    requests them, so their absence is no downgrade."""
+    """Return the row that says whether the system gives weights huge pages. `root`: the folder that
+    system paths start from. No setting of the engine requests them, so their absence is no
+    downgrade."""
     granted, why = huge_pages(root)
     remedy = "" if granted else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return Row("pages", "auto", "huge" if granted else "4 KiB", why, remedy)
 
 
 def experts_row(dtype: torch.dtype, graph: str) -> Row:
-    """Return the row of experts that run on torch's kernels: grouped products, but the reference in
-    compiled graphs (`graph` as in `kernel_rows`) of another dtype than bfloat16."""
+    """Return the row of experts that run on torch's kernels: grouped products, or the reference in
+    compiled graphs (`graph` is "compiled") of a dtype other than bfloat16."""
     if graph == "compiled" and dtype is not torch.bfloat16:
         reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
         return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")

@@ -17,9 +17,9 @@ from sglcore_cpu.weight_size import folder_bytes, gguf_bytes
 
 
 def weight_bytes(model: Path, asked: EngineConfig = EngineConfig()) -> int:
-    """Estimate the bytes that the weights of a checkpoint (a folder or one file) take when loaded
-    with this configuration. Returns 0 if files are missing, and the files' size if they are
-    damaged; the loader reports both."""
+    """Estimate the bytes that the weights of a checkpoint take when loaded with this configuration,
+    from file headers alone. `model`: a folder or one file. Returns 0 if files are missing, and the
+    files' size if they are damaged; raises nothing for either, because the loader reports both."""
     raw = {} if model.is_file() else _config(model)
     try:
         files = (model,) if model.is_file() else checkpoint_files(model)
@@ -39,17 +39,18 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def total_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Return the total bytes that this process may use, and where the figure comes from: the limit
-    of the control group with the least memory left, or the machine's memory if the limit is not
-    lower."""
+    """Return the total bytes that this process may use, and where the figure comes from, as text:
+    the limit of the control group with the least memory left, or the machine's memory if the limit
+    is not lower. `root`: the folder that system paths start from."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, _, where = _cgroup(root)
     return (limit, where) if limit < physical else (physical, "physical memory")
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Return the bytes that are still available, and an explanation: the smaller of the machine's
-    available memory and what the control group has left."""
+    """Return the bytes that are still available to this process, and an explanation as text: the
+    smaller of the machine's available memory and what the control group has left. `root`: the
+    folder that system paths start from."""
     free = _meminfo_available(root)
     limit, used, where = _cgroup(root)
     left = max(limit - used, 0)
@@ -69,8 +70,8 @@ def _meminfo_available(root: Path) -> int:
 
 
 def _cgroup(root: Path) -> tuple[int, int, str]:
-    """Return (limit, usage without droppable page cache, name) of the control group with the least
-    memory left."""
+    """Return (limit, usage, name) of the control group with the least memory left; usage in bytes,
+    without page cache that can be dropped. Without a group: (UNLIMITED, 0, "no control group")."""
     groups = memory_limits(System(root))
     limit, held, folder = min(groups, key=lambda group: group[0] - group[1], default=(UNLIMITED, 0, ""))
     return limit, held, f"the control group {folder}" if folder else "no control group"

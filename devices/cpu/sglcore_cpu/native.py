@@ -39,16 +39,18 @@ class Recorder(Protocol):
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory for a result; its address stays reserved for the recorded step."""
+        """Return a tensor for a result; its address stays reserved for the recorded step. Its
+        content is undefined to the caller."""
         ...
 
     def kernel(self, name: str) -> BoundKernel | None:
-        """Return a kernel of the step's engine; None before the step has called any kernel."""
+        """Return the callable kernel `name` of the step's engine; None before the step has called
+        any kernel. Raises NativeUnavailable if there is no such kernel."""
         ...
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """Record a Python call that is not a torch operation, in order with the other calls; its
-        result is dropped."""
+        """Record a Python call `function(*arguments)` that is not a torch operation, in order with
+        the other calls. It is not made now, only at each replay; its result is dropped."""
         ...
 
 
@@ -57,9 +59,9 @@ recorder: ContextVar[Recorder | None] = ContextVar("sglcore_cpu_recorder", defau
 
 
 class Library:
-    """One loaded library, which makes engines; raises `NativeUnavailable` if the file is missing,
-    damaged, or built from other sources than `sources` (not checked if that folder does not
-    exist)."""
+    """One loaded library, which makes engines. Making it raises `NativeUnavailable` if the file at
+    `path` is missing, damaged, or built from other sources than those in `sources` (not checked if
+    that folder does not exist). `levels`: level by name of its instruction sets."""
 
     def __init__(self, path: Path = SOURCES.parent / LIBRARY, sources: Path = SOURCES) -> None:
         self.path = path
@@ -84,23 +86,25 @@ class Library:
 
     @property
     def processor_level(self) -> int:
-        """The number of the highest instruction set that this processor announces, as `isa.h`
-        numbers them; 0 if it announces none of them."""
+        """The level of the highest instruction set that this processor announces, as `isa.h`
+        numbers them, whether the library has it or not; 0 if it announces none of them."""
         return int(self._c.sgl_processor_level())
 
     def usable(self) -> tuple[str, ...]:
-        """Return the library's instruction sets that this processor announces, ascending; if the
-        library emulates and the processor has avx512, all of them."""
+        """Return the names of the library's instruction sets that this processor announces,
+        ascending; empty if none. If the library emulates and the processor has avx512, all of
+        them."""
         most = self.processor_level
         if self.emulates and most >= 3:
             most = 6
         return tuple(name for name, level in self.levels.items() if level <= most)
 
     def engine(self, instruction_set: str, threads: int, cores: Sequence[Sequence[int]] = ()) -> Engine:
-        """Make an engine: the kernels of one instruction set and their threads; `threads` includes
-        the caller. Thread i runs on cores[i] only; the caller, and threads without an entry, run
-        anywhere. Does not check that this processor announces the instruction set. Raises
-        NativeUnavailable if the threads can not be created."""
+        """Make an engine: the kernels of one instruction set and their threads. `threads` includes
+        the calling thread, so threads - 1 are started. Thread i runs on cores[i] only; the caller,
+        and threads without an entry, run anywhere. Does not check that this processor announces the
+        instruction set. Raises ValueError for a name that the library lacks, NativeUnavailable if
+        the threads can not be created."""
         place = tuple(self.levels).index(instruction_set)
         flat = [core for one in cores for core in (*one, -1)]
         array = (ctypes.c_int * len(flat))(*flat)
@@ -114,7 +118,8 @@ class Engine:
     """The kernels of one instruction set by name: `engine.kernel("linear").bind()(x=..., ...)`.
 
     One thread at a time may use an engine. A call waits until the kernel is done, with the GIL
-    released.
+    released; while a step is recorded, it is recorded instead of run. Its threads end with the
+    object.
     """
 
     def __init__(self, c: ctypes.CDLL, handle: int, instruction_set: str, threads: int) -> None:
@@ -134,9 +139,9 @@ class Engine:
         return self.kernels[name]
 
     def call(self, number: int, arguments: bytes) -> None:
-        """Run the kernel with this number, or pass the call to the active recorder. `arguments`:
-        the packed words of its layout. Raises MemoryError, and RuntimeError if another thread is
-        using the engine."""
+        """Run the kernel with this number and wait; while a step is recorded on this thread, pass
+        the call to the recorder instead. `arguments`: the packed words of its layout. Raises
+        MemoryError, and RuntimeError if another thread is using the engine."""
         recording = recorder.get()
         if recording is not None:
             recording.add(self, number, arguments)
@@ -145,7 +150,7 @@ class Engine:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return a new contiguous tensor for a kernel's result, with undefined content, at a
-        multiple of 64 bytes."""
+        multiple of 64 bytes. While a step is recorded, the recorder supplies the memory."""
         recording = recorder.get()
         if recording is not None:
             return recording.empty(shape, dtype)
@@ -157,7 +162,7 @@ class Engine:
 
     @property
     def handle(self) -> int:
-        """The engine's pointer in the library."""
+        """The address of the engine in the library, for its C functions."""
         return self._handle
 
     def __del__(self) -> None:
@@ -166,7 +171,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """One kernel of an engine; `layout` lists the types and names of its arguments."""
+    """One kernel of an engine: its number, and `layout`, the types and names of its arguments in
+    order, such as "P:x I:rows D:eps" (P address, I integer, D double)."""
 
     engine: Engine
     number: int
@@ -178,7 +184,8 @@ class NativeKernel:
         return tuple(word.partition(":")[2] for word in self.layout.split())
 
     def bind(self) -> BoundKernel:
-        """Return a callable that packs its named arguments and runs the kernel."""
+        """Return a callable that packs its named arguments and runs the kernel. Make it once:
+        binding takes longer than a call."""
         return BoundKernel(self)
 
 
@@ -195,15 +202,17 @@ class BoundKernel:
         self._call = kernel.engine.call
 
     def __call__(self, **arguments: float) -> None:
-        """Run the kernel. Raises TypeError for a wrong number of arguments, KeyError for a wrong
-        name, MemoryError, and RuntimeError if another thread is using the engine."""
+        """Run the kernel and wait, or record the call as `Engine.call` does. Raises TypeError for a
+        wrong number of arguments, KeyError for a wrong name, MemoryError, and RuntimeError if
+        another thread is using the engine. Addresses and sizes are not checked."""
         if len(arguments) != len(self._names):
             raise TypeError(f"found {', '.join(arguments)}; wanted {', '.join(self._names)}")
         self._call(self._number, self._pack(*[arguments[name] for name in self._names]))
 
 
 class Program:
-    """A list of kernel calls, in the order in which they run."""
+    """A list of kernel calls of one engine, in the order in which they run; its length is their
+    number. It is kept in the library and freed with the object."""
 
     def __init__(self, engine: Engine, c: ctypes.CDLL) -> None:
         self._engine = engine
@@ -231,8 +240,8 @@ REBUILD = "build it with `python -m sglcore_cpu.compile`"
 
 
 def check(outcome: int) -> None:
-    """Raise MemoryError for outcome 1 of a call, RuntimeError for any other except 0; such a call
-    did not run."""
+    """Raise MemoryError for outcome 1 of a native call, RuntimeError (two threads used one engine)
+    for any other except 0."""
     if outcome == 1:
         raise MemoryError("a native kernel could not allocate its work memory")
     if outcome:
@@ -240,8 +249,8 @@ def check(outcome: int) -> None:
 
 
 def declare(c: ctypes.CDLL) -> None:
-    """Set the argument and result types of the C functions. Raises AttributeError if one is
-    missing."""
+    """Set the argument and result types of the library's C functions on `c`. Raises AttributeError
+    if one is missing."""
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
     types = {
         "sgl_source_digest": (text,),
@@ -268,7 +277,8 @@ def declare(c: ctypes.CDLL) -> None:
 
 
 def _build_error(path: Path) -> str:
-    """Return the compiler's message that the installation kept; without one, the remedy."""
+    """Return the compiler's message that the installation wrote next to the library at `path`; if
+    there is none, the command that builds the library."""
     try:
         return path.with_suffix(".error").read_text(encoding="utf-8").strip()
     except OSError:

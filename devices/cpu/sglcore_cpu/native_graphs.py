@@ -26,16 +26,16 @@ class NativeStep:
 
     @torch.inference_mode()
     def replay(self, update: object | None) -> Tensor:
-        """Run the step on the current contents of its buffers and wait. The next replay of any
-        bucket overwrites the output."""
+        """Run the step on the current contents of its buffers and wait; return the output buffer.
+        The next replay of any bucket overwrites the output. `update` is not used."""
         for part in self.parts:
             part.run()
         return self.output
 
 
 class NativeGraphs:
-    """The `GraphBackend` that records steps. Their results share memory, because steps of one
-    worker never run at the same time."""
+    """The `GraphBackend` that records steps. The results of all its steps share memory, because
+    steps of one worker never run at the same time."""
 
     kind = "native"
 
@@ -43,14 +43,16 @@ class NativeGraphs:
         self._arena = StepArena()
 
     def capture(self, step: Callable[[], Tensor]) -> NativeStep:
-        """Run the step's Python code once and record its calls; kernels do not run. Raises
-        NotCapturable if the step reads a result on the host or uses two engines."""
+        """Run the step's Python code once and record its calls; kernels do not run, and torch
+        operations run on zeros. Raises NotCapturable if the step reads a result on the host or uses
+        two engines."""
         with Recording(self._arena) as recording:
             output = step()
         return NativeStep(tuple(recording.parts), output, step, self._arena)
 
     def close(self) -> None:
-        """Drop the arena; steps that are captured later get new memory."""
+        """Let go of the shared memory: captured steps keep it while they exist, steps captured
+        later get new memory."""
         self._arena = StepArena()
 
 

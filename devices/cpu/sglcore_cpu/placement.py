@@ -85,11 +85,11 @@ def bind_process(placement: Placement, alone: bool = True) -> None:
 
 
 def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
-    """Interleave the whole pages of [address, address + num_bytes) over memory nodes; their content
-    is kept.
+    """Interleave the whole pages of [address, address + num_bytes) over the memory nodes with the
+    numbers `nodes`; pages that exist are moved, and their content is kept. Returns whether it did.
 
-    Returns False with fewer than two nodes, or if the system refuses: then a page is on the node
-    that touched it first.
+    False with fewer than two nodes, or if the system refuses: then a page is on the node that
+    touched it first.
     """
     number = _MBIND.get(platform.machine())
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -105,7 +105,8 @@ def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
 
 
 def _nodes_wanted(topology: Topology, order: list[int], asked: int | None, weight_bytes: int) -> tuple[int, str]:
-    """Return how many nodes of `order` (largest first) to use, and why."""
+    """Return how many nodes of `order` (indices into the topology, largest first) to use, and why,
+    as a phrase for the ledger. `asked`: the requested number of threads, or None."""
     if asked is not None:
         count = next(n for n in range(1, len(order) + 1) if _room(topology, order[:n]) >= asked)
         return count, f"the fewest with cores for {asked} threads"
@@ -121,8 +122,8 @@ def _nodes_wanted(topology: Topology, order: list[int], asked: int | None, weigh
 
 
 def _that_hold(topology: Topology, order: list[int], weight_bytes: int) -> int:
-    """Return the least number of nodes of `order` with enough memory for the weights; all nodes if
-    even they have not."""
+    """Return the least number of nodes of `order`, taken from its start, with enough free memory
+    for the weights; all of them if even they have not, 1 if the free memory is unknown."""
     if not topology.memory:
         return 1
     for count in range(1, len(order)):
@@ -146,14 +147,15 @@ def _threads(topology: Topology, chosen: list[int], asked: int | None) -> tuple[
 
 def _pool(topology: Topology, node: int, threads: int, count: int) -> tuple[int, ...]:
     """Return the cores of a node for its threads: one logical core per physical core if those are
-    enough, else all logical cores."""
+    enough for `threads` on `count` nodes, else all logical cores."""
     physical = topology.physical(node)
     return physical if len(physical) * count >= threads else topology.nodes[node]
 
 
 def _spread(pools: list[tuple[int, ...]], threads: int) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each thread. Consecutive threads share a node, because they read
-    consecutive shares of the weights; a node's number of threads is proportional to its cores."""
+    """Return for each thread the cores it may run on: those of its node (one entry of `pools`).
+    Consecutive threads share a node, because they read consecutive shares of the weights; a node's
+    number of threads is proportional to its cores."""
     total, before, ends = sum(len(pool) for pool in pools), 0, []
     for pool in pools:
         before += len(pool)

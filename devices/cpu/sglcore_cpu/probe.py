@@ -1,4 +1,4 @@
-"""Describe this processor without importing a tensor library."""
+"""The probe of the processor: describe it without importing a tensor library."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for the processor, which is always present; `named` is not
-    used."""
+    """Implements `DevicePackage.probe`: report the processor (always present), the package and
+    torch, each with the remedy if it is missing. `named` is not used. Raises nothing for a missing
+    library."""
     model, features = processor(system.path(CPUINFO))
     extension = find_extension(system.torch_build().get("version", ""))
     details = {"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()}
@@ -34,8 +35,9 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the processor's name and the instruction sets of `FEATURES` that it has, as the
-    operating system reports them."""
+    """Return the processor's name, and those of `FEATURES` (instruction sets) that it has, in that
+    order, as the file `cpuinfo` reports them. Without the file the name comes from the system, and
+    no features are found."""
     fields = _fields(cpuinfo)
     flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
     model = fields.get("model name") or fields.get("Model") or _brand() or f"{platform.machine()} processor"
@@ -43,7 +45,8 @@ def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def memory(system: System) -> int | None:
-    """Return the bytes of the machine's memory; None if /proc/meminfo does not give them."""
+    """Return the bytes of the machine's physical memory; None if /proc/meminfo does not give
+    them."""
     found = re.search(r"^MemTotal:\s*(\d+) kB", system.read("/proc/meminfo") or "", re.MULTILINE)
     return int(found[1]) << 10 if found else None
 
@@ -56,8 +59,9 @@ def usable_cores() -> int:
 
 
 def _fields(cpuinfo: Path) -> dict[str, str]:
-    """Return the fields of the first block of `cpuinfo`, which describes the first core, and those
-    of the last block, which some systems add after the cores."""
+    """Return the fields of `cpuinfo` as text by name: those of the first block, which describes the
+    first core, and those of the last block, which some systems add after the cores; the first block
+    wins. Empty if the file can not be read."""
     try:
         text = cpuinfo.read_text(errors="replace")
     except OSError:

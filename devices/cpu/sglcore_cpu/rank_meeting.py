@@ -1,5 +1,5 @@
-"""Exchange of tensors and sums between ranks through shared memory, by native kernels. A rank that
-waits for long sleeps."""
+"""Exchange of tensors and sums between the ranks of one machine through shared memory, by native
+kernels. A rank that waits spins first, and sleeps if it waits for long."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ class Meeting:
         self._sum(**self._own, x=_flat(x), count=x.numel(), type=TYPES[x.dtype])
 
     def record_sum(self, recording: Recorder, x: Tensor) -> bool:
-        """Record `sum` as a kernel of the step, on the engine of the step's earlier kernels;
-        returns False if the step has called no kernel yet."""
+        """Record `sum` of x as a kernel of the step that is being recorded, on the engine of the
+        step's earlier kernels, and return True; return False, and record nothing, if the step has
+        called no kernel yet."""
         kernel = recording.kernel("sum_ranks")
         if kernel is not None:
             kernel(**self._own, x=_flat(x), count=x.numel(), type=TYPES[x.dtype])

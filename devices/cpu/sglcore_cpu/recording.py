@@ -34,7 +34,8 @@ class NotCapturable(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class HostCall:
     """A part of a recorded step: a torch operation or Python call between two kernels. Replay calls
-    it again and copies what it returns into the same `results`."""
+    it again and copies the tensors it returns into `results`, the tensors of the recording, because
+    later kernels know their addresses. `results` is empty if nothing is to be copied."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -73,7 +74,8 @@ class Kept:
 
 
 class Block:
-    """A block of memory, uint8 at a multiple of 64 bytes, and the tensor that uses it."""
+    """A block of memory, uint8 at a multiple of 64 bytes, zeros at first; `user` refers weakly to
+    the storage of the tensor that uses it, or is None."""
 
     __slots__ = ("memory", "user")
 
@@ -90,7 +92,9 @@ class Block:
         return self.user is None or self.user.expired()
 
     def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros over this memory, with its own storage."""
+        """Return a tensor of zeros of this shape and dtype over the start of this memory, with a
+        storage of its own; the block is in use until that storage is gone. The shape must fit (not
+        checked)."""
         size = _size(shape, dtype)
         held = self.memory[: max(size, dtype.itemsize)]
         held[:] = 0
@@ -100,14 +104,15 @@ class Block:
 
 
 class StepArena:
-    """Blocks for the results of steps that never run at the same time."""
+    """Blocks of memory for the results of steps that never run at the same time: steps may share a
+    block."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks, used and free."""
         return sum(block.memory.size for block in self._blocks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -125,7 +130,8 @@ Part = KernelCalls | HostCall | Kept
 
 
 class Watch(TorchDispatchMode):
-    """Reports every torch operation to a recording; composite operations are decomposed first."""
+    """A torch dispatch mode that reports every torch operation to a recording, except views;
+    composite operations are decomposed first. An operation that has a kernel is done by it."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -156,8 +162,9 @@ class Watch(TorchDispatchMode):
 
 
 class Recording:
-    """A context manager that records a step's calls as the list `parts`, which are run in order to
-    replay it; the `Recorder` of kernel calls."""
+    """A context manager that records the calls of the step in its `with` block, on this thread, as
+    the list `parts`; running the parts in order replays the step. It is the `Recorder` of kernel
+    calls. `arena` supplies the memory of their results."""
 
     def __init__(self, arena: StepArena) -> None:
         self.parts: list[Part] = []
@@ -178,8 +185,8 @@ class Recording:
         self._end_kernels()
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """Record a kernel call. Raises NotCapturable if its engine is not that of the first
-        call."""
+        """Record a call of the engine's kernel number `kernel` with its packed `arguments`; it does
+        not run. Raises NotCapturable if its engine is not that of the step's first call."""
         if self._engine is None or self._program is None:
             self._engine, self._program = engine, engine.program()
         if self._engine is not engine:
@@ -187,7 +194,8 @@ class Recording:
         self._program.add(kernel, arguments)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Implements `Recorder.empty`: return zeros in memory from the arena."""
+        """Implements `Recorder.empty`: return a tensor of zeros from the arena. Its block is reused
+        within the step once the tensor is gone."""
         return self._arena.empty(shape, dtype)
 
     def kernel(self, name: str) -> BoundKernel | None:
@@ -195,15 +203,15 @@ class Recording:
         return None if self._engine is None else self._engine.kernel(name).bind()
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """Record a Python call without making it. The record keeps its arguments alive, so no later
-        result of the step reuses their memory."""
+        """Implements `Recorder.host`: record `function(*arguments)` without calling it. The record
+        keeps the arguments alive, so no later result of the step reuses their memory."""
         self._end_kernels()
         self.parts.append(HostCall(function, arguments, {}, ()))
 
     def by_kernel(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
-        """Return the result of the torch operation `func(*args, **named)`, computed by a recorded
-        kernel instead; None if there is no kernel for it, or before the step has called any kernel.
-        """
+        """Return the result of the torch operation `func(*args, **named)` as a recorded kernel will
+        compute it (zeros now); None if there is no kernel for it, or before the step has called any
+        kernel."""
         if self._engine is None:
             return None
         if func is torch.ops.aten._to_copy.default:
@@ -211,7 +219,8 @@ class Recording:
         return elementwise(self._engine, func, args, named)
 
     def _cast(self, engine: Engine, x: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Tensor | None:
-        """Cast rows [T, N] to another dtype by a kernel; None if it can not."""
+        """Return x cast to `dtype` by a recorded kernel; None unless x is rows [T, N] without gaps,
+        both dtypes are float32 or bfloat16, and no other option is given."""
         is_cast = dtype in TYPES and x.dtype in TYPES and not any(others.values())
         if not is_cast or dtype is None or x.dim() != 2 or x.stride(1) != 1:
             return None
@@ -239,7 +248,8 @@ class Recording:
 
 
 def _tensors(result: Any) -> tuple[Tensor, ...]:
-    """Return the tensors in an operation's result."""
+    """Return the tensors in an operation's result (a tensor, or a tuple or list of things), in
+    order; those in nested lists are not found."""
     parts = result if isinstance(result, tuple | list) else (result,)
     return tuple(part for part in parts if isinstance(part, Tensor))
 

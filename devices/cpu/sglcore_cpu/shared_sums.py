@@ -34,8 +34,9 @@ FILE = "file://"
 
 
 class SharedSums(Group):
-    """A group that runs sums, and small gathers and broadcasts, through shared memory. A recorded
-    step can contain its collectives."""
+    """A group of ranks on one machine that runs sums of any size, and gathers and broadcasts of at
+    most MOST bytes, through shared memory; other collectives go to the group's communication
+    backend. A recorded step can contain its collectives."""
 
     def __init__(self, *parts: Any, path: Path, make_engine: Callable[[], Engine], **checks: Any) -> None:
         """`path`: the file of the shared memory, the same for every rank; it is created with zeros.
@@ -54,13 +55,16 @@ class SharedSums(Group):
         ]
 
     def goes_into(self, graph: str) -> bool:
-        """Return whether graphs of this kind can contain the group's collectives. A recorded step
-        contains sums as kernels, and other collectives as host calls between the kernels."""
+        """Return whether graphs of the kind `graph` can contain the group's collectives: "native"
+        ones can (sums as kernels, others as host calls between the kernels), and those that `Group`
+        allows."""
         return graph == NATIVE or super().goes_into(graph)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Implements `Group.all_reduce`: sum in place, for any size; dtypes that kernels do not add
-        go to the group's backend above MOST bytes."""
+        """Implements `Group.all_reduce`: replace contiguous x by its sum over all ranks, and return
+        x; waits for all ranks. Float32 and bfloat16 of any size go through shared memory; other
+        dtypes above MOST bytes go to the group's backend. While a step is recorded, the sum is
+        recorded instead."""
         is_native = x.dtype in TYPES
         recording = recorder.get()
         if recording is not None:
@@ -78,14 +82,16 @@ class SharedSums(Group):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Implements `Group.all_gather`; above MOST bytes by the group's backend."""
+        """Implements `Group.all_gather`: return x of all ranks as a new tensor [ranks, *x.shape].
+        Above MOST bytes by the group's backend."""
         out = torch.empty((self.size, *x.shape), dtype=x.dtype)
         if not is_recorded(self._gather, x, out):
             self._gather(x, out)
         return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Implements `Group.broadcast`; above MOST bytes by the group's backend."""
+        """Implements `Group.broadcast`: overwrite x with that of rank `source`, and return x. Above
+        MOST bytes by the group's backend."""
         if is_recorded(self.broadcast, x, source):
             return x
         if x.nbytes > MOST:
@@ -97,24 +103,27 @@ class SharedSums(Group):
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Implements `Group.reduce_scatter` by the group's backend; a recorded step calls it
-        again."""
+        """Implements `Group.reduce_scatter` by the group's backend: x [ranks * N, ...] -> this
+        rank's part [N, ...] of the sum, a new tensor. A recorded step makes the call again at each
+        replay."""
         out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype)
         if not is_recorded(self._scatter, x, out):
             self._scatter(x, out)
         return out
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Implements `Group.all_to_all` by the group's backend. A recorded step replays the counts
-        `sent` and `received` with which it was recorded."""
+        """Implements `Group.all_to_all` by the group's backend: return the rows that the ranks sent
+        to this one, by rank. `sent` and `received`: rows to and from each rank (None: equal parts).
+        A recorded step replays the counts with which it was recorded."""
         out = torch.empty((x.shape[0] if received is None else sum(received), *x.shape[1:]), dtype=x.dtype)
         if not is_recorded(self._exchange_rows, x, out, sent, received):
             self._exchange_rows(x, out, sent, received)
         return out
 
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
-        """Implements `Group.launch_all_to_all`; a recorded step runs it at once and returns a
-        finished handle."""
+        """Implements `Group.launch_all_to_all`: start the exchange and return a handle to wait on.
+        While a step is recorded, the exchange is recorded, to run where it is launched, and the
+        handle is finished."""
         if recorder.get() is not None:
             return Finished(self.all_to_all(x, sent, received))
         return super().launch_all_to_all(x, sent, received)
@@ -148,8 +157,8 @@ class SharedSums(Group):
 
 
 def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
-    """Return whether a step is being recorded; if so, record the call, so that a replay makes
-    it."""
+    """Return whether a step is being recorded on this thread; if so, record the call
+    `function(*arguments)`, which only a replay makes. If not, nothing is called."""
     recording = recorder.get()
     if recording is not None:
         recording.host(function, *arguments)
@@ -157,8 +166,8 @@ def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
 
 
 def sums_for(place: Place, make_engine: Callable[[], Engine]) -> Callable[..., Group] | None:
-    """Return the constructor of a group at this place; None if its ranks are not all on one
-    machine, or do not meet at a file."""
+    """Return the constructor of a `SharedSums` group at this place; None if its ranks are not all
+    on one machine, or if their meeting point is not a file."""
     if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 

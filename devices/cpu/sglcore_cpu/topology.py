@@ -28,7 +28,8 @@ class Topology:
     memory: tuple[int, ...] = ()
 
     def physical(self, node: int) -> tuple[int, ...]:
-        """Return one logical core for each physical core of a node."""
+        """Return one logical core for each physical core of node `node` (an index into `nodes`),
+        ascending; all its cores if the siblings are unknown."""
         cores = self.nodes[node]
         chosen = [next((core for core in group if core in cores), None) for group in self.siblings]
         return tuple(sorted(core for core in chosen if core is not None)) or cores
@@ -62,7 +63,9 @@ def share_of(whole: Topology, part: int, parts: int) -> Topology:
 
 
 def read_topology(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> Topology:
-    """Read the allowed cores, memory nodes, core siblings and the control group's CPU quota."""
+    """Read the allowed logical cores, memory nodes, core siblings and the control group's CPU quota
+    from the files below `root`. `allowed`: the cores to consider (None: those that this process may
+    run on). Nodes without an allowed core are left out; without node files there is one node."""
     if allowed is None:
         allowed = _allowed()
     nodes, numbers, memory = [], [], []
@@ -91,7 +94,7 @@ def _allowed() -> frozenset[int]:
 
 def _free(meminfo: str) -> int:
     """Return a node's free bytes from the text of its meminfo, page cache included, because the
-    system can drop it."""
+    system can drop it; 0 for an empty text."""
     words = {line.split()[2].rstrip(":"): int(line.split()[3]) << 10 for line in meminfo.splitlines() if line}
     return words.get("MemFree", 0) + words.get("FilePages", 0)
 
@@ -112,7 +115,7 @@ def _parse(text: str) -> list[int]:
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:
-    """Return the cores as text with ranges, such as "0-3,8"."""
+    """Return ascending cores as text with ranges, such as "0-3,8"; empty for none."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][1] + 1:

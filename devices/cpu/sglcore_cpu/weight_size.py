@@ -48,15 +48,17 @@ class Kept:
 
     @classmethod
     def of(cls, asked: EngineConfig, stored: str) -> Kept:
-        """Return the storage of a checkpoint with dtype `stored`. Only the native kernels read
-        integer codes."""
+        """Return how a checkpoint with the dtype `stored` (such as "bfloat16") is kept under the
+        configuration `asked`. Codes stay integers only with the native kernels, which read them,
+        and without `--quantize none`."""
         plain = 2 if (stored if asked.dtype == "auto" else asked.dtype) in HALF else 4
         rounded = 2 * SHARE_OF_BF16[asked.quantize] if asked.quantize in SHARE_OF_BF16 else plain
         reads = asked.kernels in ("auto", NATIVE, *NAMES) and asked.graph != "compiled"
         return cls(plain, rounded, reads and asked.quantize != NONE)
 
     def values(self, count: float, may_round: bool) -> float:
-        """Return the bytes of `count` values that are not kept as integer codes."""
+        """Return the bytes of `count` values that are not kept as integer codes. `may_round`: they
+        belong to a matrix that is quantised on load if the configuration asks for it."""
         return count * (self.rounded if may_round else self.plain)
 
 
@@ -83,14 +85,16 @@ def gguf_bytes(file: Path, asked: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _OutOfOrder:
-    """Finds the layers with reordered columns (act-order), which can not stay packed integers."""
+    """Finds the layers with reordered columns (act-order), which can not stay packed integers.
+    `raw`: the checkpoint's `config.json`; `names`: the names of all its tensors."""
 
     raw: Mapping[str, Any]
     names: Collection[str]
 
     def has(self, module: str, scheme: Scheme) -> bool:
-        """Return whether the layer's columns are reordered. GPTQ files always contain `g_idx`, and
-        `desc_act` says whether it is used; other formats have `weight_g_idx` only then."""
+        """Return whether the columns of the layer `module` are reordered. GPTQ files always contain
+        `g_idx`, so there the setting `desc_act` decides, and only for a weight with groups; in
+        other formats the tensor `weight_g_idx` exists only then."""
         if scheme.kind != "gptq":
             return f"{module}.weight_g_idx" in self.names
         return bool(_settings(self.raw).get("desc_act")) and scheme.block[1] is not None
@@ -116,8 +120,8 @@ def _entry_bytes(entry: Entry, kept: Kept, quantization: Quantization | None, ou
 
 
 def _tensor_bytes(tensor: GgufTensor, kept: Kept, is_tied: bool) -> float:
-    """Return a tensor's bytes. Experts (three dimensions), and an embedding that is not also the
-    head, are not kept as integer codes."""
+    """Return the bytes of a loaded tensor. Experts (three dimensions), and an embedding that is not
+    also the head (`is_tied` False), are not kept as integer codes."""
     count, is_matrix = math.prod(tensor.shape), len(tensor.shape) == 2
     if tensor.type in GGUF_PLAIN:
         return kept.values(count, is_matrix)

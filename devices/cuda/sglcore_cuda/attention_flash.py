@@ -20,8 +20,8 @@ except (ImportError, OSError) as error:
 
 
 class FlashAttention(PageRowsAttention):
-    """Decoder attention with or without windows and softcaps, in half precision: one call for
-    decode and prefill."""
+    """Decoder attention with or without windows and softcaps, in half precision: one library call
+    serves decode and prefill. Importing this module raises Unavailable without the library."""
 
     facts = AttentionFacts(
         head_dims=(64, 96, 128, 192, 256),
@@ -33,13 +33,15 @@ class FlashAttention(PageRowsAttention):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Return why the current GPU cannot run it; empty for compute capability 9.0."""
+        """Return why the current GPU cannot run it; empty for compute capability 9.0, the only one
+        it supports."""
         found = torch.cuda.get_device_capability()
         return "" if found == CAPABILITY else f"it needs a GPU of compute capability 9.0, this one has {found}"
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """Implements `PageRowsAttention.attend_pages` with one launch; its split depends only on
-        sizes that are fixed in a captured plan."""
+        """Implements `PageRowsAttention.attend_pages`: q [T, heads, D] attends causally over pages
+        of keys and values, as the plan lists them -> [T, heads, D]. One launch; its split depends
+        only on sizes that are fixed in a captured plan. Does not wait."""
         left = window_left(layer.sliding_window)
         return flash_attn_interface.flash_attn_with_kvcache(
             q,

@@ -56,8 +56,10 @@ Wrapper = Any
 
 @dataclass(slots=True)
 class FlashInferPlan(AttentionPlan):
-    """The planned wrapper of each geometry. `num_tokens`: number of real tokens. `twins`: in a
-    captured plan, both planners over the same device memory; `turn` counts its refreshes."""
+    """The planned wrappers of one step, by geometry; empty for a batch without requests.
+    `num_tokens`: the number of real tokens, without padding. `twins`: in a captured plan, two sets
+    of wrappers over the same device memory, which `refresh` plans in turn; `turn` counts its
+    refreshes."""
 
     wrappers: Mapping[Geometry, Wrapper] = field(default_factory=dict)
     num_tokens: int = 0
@@ -67,8 +69,10 @@ class FlashInferPlan(AttentionPlan):
 
 @dataclass(slots=True)
 class GraphMemory:
-    """Memory that the captured wrappers of all buckets share; each bucket is refreshed just before
-    its replay, on the same stream."""
+    """Device memory that the captured wrappers of all buckets share, because each bucket is
+    refreshed just before its replay, on the same stream. `starts` int32 [B + 1]: where each
+    request's page list begins in `pages`; `last_lengths` int32 [B]: tokens on its last page;
+    `plans`: bytes of one plan for each geometry."""
 
     starts: Tensor
     last_lengths: Tensor
@@ -78,7 +82,7 @@ class GraphMemory:
 
 class FlashInferAttention(AttentionBackend[FlashInferPlan]):
     """Decoder attention with or without sliding windows and softcaps, in half precision. The
-    wrappers do not support sinks."""
+    wrappers do not support sinks. Importing this module raises Unavailable without the library."""
 
     facts = AttentionFacts(
         head_dims=(64, 128, 256),
@@ -105,7 +109,9 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         self._graph_memory: GraphMemory | None = None
 
     def plan(self, batch: ForwardBatch) -> FlashInferPlan:
-        """Plan the wrapper of every geometry. Copies lengths to the device; does not wait."""
+        """Plan the wrapper of every geometry for this batch. Copies lengths to the device; does not
+        wait. The plan is valid until the second next call of `plan`, because calls alternate
+        between two sets of wrappers."""
         assert batch.seq_lens_cpu is not None
         count = len(batch.seq_lens_cpu)
         plan = FlashInferPlan(self, self.token_to_kv_pool.generation)
@@ -123,8 +129,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> FlashInferPlan:
-        """Make two graph-mode wrappers for each geometry, over the fixed buffers of all buckets,
-        planned for `bucket.batch_size` requests of one token. Waits."""
+        """Make two graph-mode wrappers for each geometry, over buffers that all buckets share,
+        planned for `bucket.batch_size` requests of one token. Waits for the device."""
         size = bucket.batch_size
         memory = self._shared(size)
         pair = tuple({g: self._graph_wrapper(g, memory, size) for g in self._geometries} for _ in range(2))
@@ -138,8 +144,9 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def refresh(self, plan: FlashInferPlan, batch: ForwardBatch) -> None:
-        """Write the captured buffers on the device, then plan the wrappers in `plan.twins` that the
-        previous refresh did not plan; the captured kernels read the new plan."""
+        """Write page lists and lengths of the batch to the captured buffers on the device, then
+        plan the set of wrappers in `plan.twins` that the previous refresh did not plan; the
+        captured kernels read the new plan. Returns None: the graph itself needs no update."""
         assert self._graph_memory is not None
         size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
         plan.turn += 1
@@ -165,8 +172,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
             )
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FlashInferPlan) -> Tensor:
-        """Implements `AttentionBackend.attend` with the planned wrapper of the layer's geometry;
-        padding rows become zero."""
+        """Implements `AttentionBackend.attend` with the planned wrapper of the layer's geometry: q
+        [T, heads * D] -> [T, heads * D]; padding rows become zero. Does not wait."""
         if not plan.wrappers:
             return torch.zeros_like(q)
         wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window, layer.softcap]
@@ -240,7 +247,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
 
     def _shared(self, size: int) -> GraphMemory:
         """Return the memory that captured wrappers share, for at least `size` requests. The largest
-        bucket must come first: a later, larger one gets new memory of its own."""
+        bucket must be captured first: a later, larger one gets new memory, and earlier captures
+        keep theirs, which is no longer refreshed."""
         memory, pool = self._graph_memory, self.req_to_token_pool
         if memory is None or len(memory.last_lengths) < size:
             like = pool.page_table

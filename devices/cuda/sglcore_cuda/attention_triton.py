@@ -9,8 +9,9 @@ from sglcore_cuda.kernels import tuning
 
 
 class TritonAttention(PortableAttention):
-    """Decoder attention for every page size and head size, with windows, softcaps and sinks."""
+    """Decoder attention for every page size and head size, with windows, softcaps and sinks: the
+    core's class, which calls `make_tuning` for its launch parameters."""
 
     def make_tuning(self) -> Tuning:
-        """Return the kernel table's launch parameters."""
+        """Return the launch parameters for the current GPU, the same that the kernel table uses."""
         return tuning(read_capability())

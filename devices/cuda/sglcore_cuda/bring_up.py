@@ -13,7 +13,8 @@ from sglcore_cuda.capability import Capability, read_capability
 
 
 def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
-    """Read the GPU's capability and record it in the ledger."""
+    """Read the GPU's capability, record it in the ledger and return it. Raises torch's error if
+    there is no such GPU."""
     found = read_capability(device)
     ledger.record(Row("GPU", "auto", str(found), found.evidence, "--device cuda:INDEX chooses another"))
     return found

@@ -12,8 +12,9 @@ BFLOAT16: tuple[int, int] = (8, 0)
 
 
 def facts(index: int = 0) -> Facts:
-    """Implements `DevicePackage.facts`: streams, graphs and pinned memory; dtypes by the GPU's
-    compute capability, if the GPU is present."""
+    """Implements `DevicePackage.facts` for GPU number `index`: streams, graphs and pinned memory.
+    Dtypes depend on its compute capability: without bfloat16 below 8.0. A GPU that is not present
+    is described as one of 8.0; nothing is raised."""
     capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     has_bfloat16 = capability >= BFLOAT16
     return Facts(

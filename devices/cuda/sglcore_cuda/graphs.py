@@ -10,7 +10,8 @@ from sglcore.runtime.graphs.torch_capture import TorchCapture
 
 
 def make_capture() -> TorchCapture:
-    """Make a capture with torch's classes."""
+    """Return a new capture that makes graphs with torch's CUDA graph classes. It captures nothing
+    yet."""
     return TorchCapture(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
 
 

@@ -32,9 +32,9 @@ capability."""
 
 
 def kernels() -> KernelTable:
-    """Implements `DevicePackage.kernels`: return the table for the current GPU. Raises
-    `DeviceError` if Triton is not installed.
-    """
+    """Implements `DevicePackage.kernels`: return the table for the current GPU, Triton kernels with
+    the libraries' entries before them. Raises `DeviceError` if Triton is not installed; a library
+    that cannot be used is only noted in the table's `refused`."""
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:
@@ -45,10 +45,9 @@ def kernels() -> KernelTable:
 
 
 def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
-    """Return the table with the entries that the libraries in LIBRARIES serve for this capability.
-
-    For each library that cannot be used, the table's `refused` holds the reason.
-    """
+    """Return the table with the entries that the libraries in LIBRARIES serve for this capability,
+    each before the table's own function. For each library that cannot be used, the new table's
+    `refused` holds the reason."""
     for library, (entry, reference) in LIBRARIES.items():
         table = table.offering(library, entry, partial(_made, reference, capability))
     return table
@@ -59,10 +58,10 @@ def _made(reference: str, capability: Capability) -> Limited:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """Return how kernels are launched on a GPU of this capability.
+    """Return how Triton kernels are launched on a GPU of this capability.
 
-    A kernel gets two programs for each multiprocessor, and decode attention four, as many as fit.
-    Loads are kept in flight if the GPU has asynchronous copies.
+    A kernel gets two programs for each multiprocessor, and decode attention four, and fewer if
+    there is less work. Loads are kept in flight if the GPU has asynchronous copies (8.0 and newer).
     """
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 

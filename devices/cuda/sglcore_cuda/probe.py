@@ -30,7 +30,9 @@ TORCH = (
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for NVIDIA GPUs; `named` has no effect."""
+    """Implements `DevicePackage.probe` for NVIDIA GPUs: report hardware, driver, package and torch
+    build, each with the remedy if it is missing, and the GPUs that this process sees. `named` has
+    no effect. Raises nothing for what is missing."""
     nodes = _nodes(system)
     seen = _visible(system, nodes)
     return ProbeReport(
@@ -49,7 +51,8 @@ def _nodes(system: System) -> tuple[str, ...]:
 
 
 def _visible(system: System, nodes: tuple[str, ...]) -> Visible:
-    """Return the GPUs in CUDA's numbering for this process."""
+    """Return the GPUs in CUDA's numbering for this process, as `CUDA_VISIBLE_DEVICES` selects them,
+    and what it hides. On WSL the list is empty, because no file describes the GPU."""
     value = system.environ.get(VISIBLE, "")
     if nodes and value.startswith("MIG-"):
         part = value.partition(",")[0]
@@ -61,9 +64,11 @@ def _visible(system: System, nodes: tuple[str, ...]) -> Visible:
 
 
 def _gpus(system: System, nodes: tuple[str, ...]) -> tuple[DeviceInfo, ...]:
-    """Return the GPUs that have a node here, with what the driver's files say of each.
+    """Return the GPUs that have a node in `nodes`, with what the driver's files say of each, in
+    CUDA's order before any selection.
 
-    If the files do not list one GPU for each node, a GPU is named by its node alone.
+    If the files do not list one GPU for each node, a GPU is named by its node alone. With different
+    models, and no order set, each is named by all models, because no file gives CUDA's order.
     """
     told = {path.split("/")[-2]: _fields(system.read(path) or "") for path in system.glob(INFORMATION)}
     minors = {node.removeprefix("/dev/nvidia") for node in nodes}
@@ -116,7 +121,8 @@ def _library(system: System) -> str | None:
 
 
 def driver_version(system: System) -> str | None:
-    """Return the loaded driver's version, such as "550.54.14"; None if no module is loaded."""
+    """Return the version of the loaded kernel module, such as "550.54.14"; None if no module is
+    loaded or its file names none."""
     found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", system.read(DRIVER_VERSION) or "")
     return found.group(1) if found else None
 

@@ -18,8 +18,9 @@ MULTIPLE = 8
 
 
 def partition(device: torch.device) -> Partition:
-    """Implements `DevicePackage.partition`: return how to partition a GPU. Raises ConfigError for a
-    torch without green contexts."""
+    """Implements `DevicePackage.partition`: return the GPU's number of multiprocessors, the
+    multiple to which counts are rounded, and the function that makes a stream on some of them.
+    Makes no stream itself. Raises ConfigError for a torch without green contexts."""
     if not green_contexts.SUPPORTED:
         raise ConfigError(
             f"torch {torch.__version__} has no green contexts", remedy="install a build for CUDA 12.8 or later"
@@ -40,6 +41,7 @@ def partition(device: torch.device) -> Partition:
 
 @cache
 def _context(index: int, units: int) -> Any:
-    """Make a context of `units` multiprocessors. Cached for the life of the process, because its
-    streams end with it."""
+    """Return a context of `units` multiprocessors of GPU `index`: the same one for equal arguments.
+    It lives as long as the process, because its streams end with it. Raises RuntimeError if the
+    driver refuses."""
     return green_contexts.GreenContext.create(num_sms=units, device_id=index)

@@ -30,8 +30,9 @@ NEEDED = frozenset({"row_to_batch", "tie_break", "dsa_graph_safe", "page_size", 
 
 
 def entry(capability: Capability) -> Limited:
-    """Return `index_top_k` for a GPU of this capability. Raises `Unavailable` for other GPUs, and
-    for a library that is too old."""
+    """Return `index_top_k` with its limits, for a GPU of this capability, as a candidate for the
+    kernel table. Raises `Unavailable` for GPUs that MAJORS excludes, and for a library without the
+    parameters that are needed."""
     major, minor = capability.version
     if major not in MAJORS or (major == MAJORS[0] and minor):
         raise Unavailable(f"it needs a GPU of compute capability 8.0, 9.0 or 10, this one is {capability}")
@@ -43,7 +44,8 @@ def entry(capability: Capability) -> Limited:
 
 
 def _try(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """Choose from one entry of one token."""
+    """Run `index_top_k` once on the current GPU, choosing from one entry of one token, and return
+    the result; only page size and k are those of the call. It raises what the library raises."""
     one = torch.ones(1, dtype=torch.int32, device="cuda")
     return index_top_k(torch.zeros(1, 1, device="cuda"), one, one.view(1, 1), one - 1, rows_per_page, k)
 
@@ -57,8 +59,9 @@ def takes(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """Implements `KernelTable.index_top_k`. Launches depend only on sizes, so it can be captured;
-    does not wait."""
+    """Implements `KernelTable.index_top_k`: return int32 [T, k], the pool rows of the k largest of
+    the first lens[t] scores of logits [T, W], in text order, -1 at the end where there are fewer.
+    Launches depend only on sizes, so it can be captured; does not wait."""
     places = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
     if not logits.shape[0]:
         return places

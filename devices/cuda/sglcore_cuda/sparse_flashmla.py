@@ -37,8 +37,8 @@ STEP = 128
 
 
 def entry(capability: Capability) -> Limited:
-    """Return `sparse_mqa` for a GPU of this capability. Raises `Unavailable` if the library has no
-    kernels for it."""
+    """Return `sparse_mqa` with its limits, for a GPU of this capability, as a candidate for the
+    kernel table. Raises `Unavailable` if the library has no kernels for the GPU."""
     major = capability.version[0]
     if major not in (HOPPER, BLACKWELL):
         raise Unavailable(f"it needs a GPU of compute capability 9.0 or 10, this one is {capability}")
@@ -60,7 +60,9 @@ def _chooses_legacy(major: int) -> bool | None:
 
 
 def _try(function: Callable[..., Tensor], q: Tensor, *call: Any) -> Tensor:
-    """Attend with one token of zeros to one entry of zeros, and to none."""
+    """Run `function` once on the current GPU with one token of zeros, over a list with one entry of
+    zeros and padding, and return the result; heads, row size and dtype are those of q, the value
+    size that of the call. It raises what the library raises."""
     queries = torch.zeros(1, *q.shape[1:], dtype=q.dtype, device="cuda")
     lists = torch.full((1, STEP + 1), -1, dtype=torch.int32, device="cuda")
     lists[0, 0] = 0
@@ -105,9 +107,11 @@ def sparse_mqa(
     *,
     is_legacy: bool | None,
 ) -> Tensor:
-    """Implements `KernelTable.sparse_mqa`; `is_legacy`: rows of `SHORT` elements take the older
-    kernels too, None: the library has one set. Launches depend only on sizes, so it can be
-    captured; does not wait."""
+    """Implements `KernelTable.sparse_mqa`: q [T, H, D] over the rows listed in chosen [T, W], and
+    in `more_chosen` of `more_rows` unless None -> [T, H, 512]. `is_legacy`: rows of `SHORT`
+    elements take the older kernels, as all other rows do; None: the library has one set. `codec` is
+    not read: rows are plain bfloat16. Launches depend only on sizes, so it can be captured; does
+    not wait."""
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], value_size)
     named = {} if is_legacy is None else {"use_legacy": is_legacy or q.shape[2] != SHORT}
@@ -131,24 +135,25 @@ def sparse_mqa(
 
 
 def _whole(lists: Tensor) -> Tensor:
-    """Return the lists as int32 [T, 1, W]: padded with -1 until W is a whole number of steps."""
+    """Return lists int32 [T, W] as contiguous int32 [T, 1, W'], padded at the end with -1 until W'
+    is a multiple of 128, at least 128."""
     width = lists.shape[1]
     missing = max(STEP, -(-width // STEP) * STEP) - width
     return F.pad(lists, (0, missing), value=-1).unsqueeze(1) if missing else lists.contiguous().unsqueeze(1)
 
 
 def _lengths(lists: Tensor) -> Tensor | None:
-    """Return int32 [T], the number of entries of each list that are not padding, at least 1.
+    """Return int32 [T]: the number of entries of each list that are not padding (-1), at least 1.
 
-    None if the lists fit into one step: then no whole step can be padding.
+    None if the lists fit into one step of 128: then no whole step can be padding.
     """
     return (lists >= 0).sum(1, dtype=torch.int32).clamp(min=1) if lists.shape[1] > STEP else None
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
-    """Merge the results of two lists, each (result [T, H, V], log-sum-exp [T, H]), by their shares
-    of all weights, in the memory of the first result. An empty list has log-sum-exp +inf and the
-    result 0."""
+    """Merge the results of two lists, each (result [T, H, V], log-sum-exp float32 [T, H]), by their
+    shares of all weights, sinks [H] included; return [T, H, V] in the memory of the first result.
+    An empty list has log-sum-exp +inf and the result 0."""
     sums = torch.stack((one[1], other[1]))
     sums = sums.masked_fill(sums == torch.inf, -torch.inf)
     total = torch.logsumexp(sums, dim=0)

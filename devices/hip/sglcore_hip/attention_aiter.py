@@ -45,8 +45,9 @@ combined."""
 
 @dataclass(slots=True)
 class AiterPlan(AttentionPlan):
-    """The inputs of one batch: `rows` if each request has one token, otherwise `lists`.
-    `num_tokens`: number of real tokens."""
+    """The inputs of one batch: `rows` for a decode step (one token for each request), otherwise
+    `lists`; both None for a batch without requests. `num_tokens`: the number of real tokens,
+    without padding."""
 
     num_tokens: int
     rows: PageRows | None = None
@@ -55,8 +56,9 @@ class AiterPlan(AttentionPlan):
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """Page table int32[B, pages], lengths int32[B], query offsets int32[B + 1], `longest`: the
-    longest possible sequence, and `partial`: memory for partial results of that length."""
+    """What decode reads: page table int32 [B, pages], lengths int32 [B], query offsets int32 [B +
+    1]. `longest`: the longest sequence that can come, in tokens; `partial`: memory for partial
+    results of sequences of that length."""
 
     pages: Tensor
     seq_lens: Tensor
@@ -67,8 +69,9 @@ class PageRows:
 
 @dataclass(frozen=True, slots=True)
 class CellLists:
-    """Query offsets int32[B + 1], offsets of KV slots int32[B + 1], KV slots int32[total], and the
-    largest numbers of queries and of KV slots of a request."""
+    """What prefill reads: query offsets int32 [B + 1], offsets of KV slots int32 [B + 1], KV slots
+    int32 [total] of all requests in turn; and the largest numbers of queries and of KV slots of one
+    request."""
 
     query_starts: Tensor
     cell_starts: Tensor
@@ -78,8 +81,9 @@ class CellLists:
 
 
 class AiterAttention(AttentionBackend[AiterPlan]):
-    """Decoder attention with or without softcaps, in half precision; sliding windows if the
-    installed version supports them in decode."""
+    """Decoder attention with or without softcaps, in half precision; with sliding windows if the
+    installed version supports them in decode. Importing this module raises Unavailable without the
+    library, or with one that lacks a function."""
 
     facts = AttentionFacts(
         page_sizes=(16, 32),
@@ -92,7 +96,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Return why the current GPU cannot run it; empty if its waves are 64 wide."""
+        """Return why the current GPU cannot run it; empty if its waves (warps) are 64 wide."""
         found = read_capability().wave_size
         return "" if found == WIDE_WAVE else f"its kernels need waves of {WIDE_WAVE}, this GPU has waves of {found}"
 
@@ -101,8 +105,8 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         self._one = torch.ones(1, dtype=torch.float32, device=self.req_to_token_pool.page_table.device)
 
     def plan(self, batch: ForwardBatch) -> AiterPlan:
-        """Gather page table rows for decode, or list KV slots for steps with prompts, on the
-        device; does not wait."""
+        """Gather page table rows for a decode step, or list the KV slots of all requests for a step
+        with prompts, on the device; does not wait."""
         assert batch.seq_lens_cpu is not None
         lengths, generation = batch.seq_lens_cpu, self.token_to_kv_pool.generation
         count, extends = len(lengths), batch.extend_seq_lens_cpu
@@ -120,22 +124,24 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         return AiterPlan(self, generation, int(extends.sum()), lists=lists)
 
     def capture_plan(self, bucket: Bucket) -> AiterPlan:
-        """Make a plan with fixed page table rows and lengths, which `refresh` writes, and memory
-        for the longest possible request."""
+        """Make a decode plan for `bucket.batch_size` requests with fixed page table rows and
+        lengths, which `refresh` writes, and memory for the longest possible request. Does not
+        wait."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         rows = self._rows(pages, torch.ones_like(pages[:, 0]), pool.max_pages * pool.page_size)
         return AiterPlan(self, self.token_to_kv_pool.generation, size, rows=rows)
 
     def refresh(self, plan: AiterPlan, batch: ForwardBatch) -> None:
-        """Update page table rows and lengths with two copies on the device."""
+        """Overwrite page table rows and lengths of the plan with those of the batch, by copies on
+        the device; does not wait. Returns None: the graph itself needs no update."""
         assert plan.rows is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.rows.pages)
         plan.rows.seq_lens.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: AiterPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`: paged decode, or batched prefill if the plan has
-        lists; padding rows become zero."""
+        """Implements `AttentionBackend.attend`: q [T, heads * D] -> [T, heads * D] by paged decode,
+        or by batched prefill if the plan has lists; padding rows become zero. Does not wait."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         queries = q.view(-1, layer.num_heads, layer.head_dim)

@@ -20,8 +20,9 @@ sets, `V_CVT_PK_F32_FP8`); only generations with kernels that were compiled and 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The relevant properties of one GPU. `target`: the compilers' name of its architecture, such
-    as "gfx942", for messages only."""
+    """The properties of one GPU that decide how kernels are launched. `name`: the product's name;
+    `target`: the compilers' name of its architecture, such as "gfx942", for messages only;
+    `wave_size`: threads of a wave (warp), 32 or 64; `compute_units`: their number."""
 
     name: str
     target: str
@@ -35,14 +36,14 @@ class Capability:
 
     @property
     def evidence(self) -> str:
-        """The values that determine launch parameters."""
+        """The values that determine launch parameters, as text for the ledger."""
         converts = f", converts {self.float8}" if self.float8 else ""
         return f"{self.compute_units} compute units, waves of {self.wave_size}{converts}"
 
 
 def read_capability(device: torch.device | None = None) -> Capability:
-    """Read the capability of a GPU, or of the current one. Raises torch's error if there is
-    none."""
+    """Read the capability of `device`, or of the current GPU (None), from torch. Raises torch's
+    error if there is none."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     target = properties.gcnArchName.partition(":")[0]
     float8 = CONVERTED.get((properties.major, properties.minor))

@@ -7,7 +7,8 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Implements `DevicePackage.facts`: streams, graphs and pinned memory."""
+    """Implements `DevicePackage.facts` for GPU number `index`: streams, graphs and pinned memory,
+    the same for every AMD GPU. Asks no driver and raises nothing."""
     return Facts(
         tensor_device=f"cuda:{index}",
         index_dtype="int64",

@@ -10,7 +10,8 @@ from sglcore.runtime.graphs.torch_capture import TorchCapture
 
 
 def make_capture() -> TorchCapture:
-    """Make a capture with torch's classes, which are named `cuda` on AMD GPUs too."""
+    """Return a new capture that makes graphs with torch's classes, which are named `cuda` on AMD
+    GPUs too. It captures nothing yet."""
     return TorchCapture(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
 
 

@@ -29,11 +29,12 @@ def kernels() -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """Return how kernels are launched on a GPU of this capability.
+    """Return how Triton kernels are launched on a GPU of this capability.
 
-    A kernel gets two programs for each compute unit. Launches count threads, so a program has half
-    the waves where waves are wide; attention has four waves in both cases. Attention loads one tile
-    of keys and values at a time: 64 KiB of local memory hold no second.
+    A kernel gets two programs for each compute unit. Launches count threads, so with waves of 64 a
+    program of the same threads has half the waves; attention gets 256 threads there instead of 128,
+    so it has four waves in both cases. Attention loads one tile of keys and values at a time: 64
+    KiB of local memory hold no second.
     """
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 

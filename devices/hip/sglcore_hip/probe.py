@@ -28,8 +28,9 @@ TORCH = "pip install torch==2.13.0 from the ROCm index that pytorch.org names (-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A node with SIMD units in the compute driver's topology. `target`: the compilers' name, such
-    as "gfx942"."""
+    """One GPU in the compute driver's topology. `node`: its number there, as text; `target`: the
+    compilers' name, such as "gfx942"; `uuid`: "GPU-" and 16 hexadecimal digits; `render_node`: its
+    device file. None: the driver does not tell."""
 
     node: str
     target: str
@@ -44,7 +45,10 @@ class Gpu:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for AMD GPUs. Integrated graphics count only if `named`."""
+    """Implements `DevicePackage.probe` for AMD GPUs: report hardware, driver, package and torch
+    build, each with the remedy if it is missing, and the GPUs that this process sees. Integrated
+    graphics count as hardware only if `named` (the user chose this device). Raises nothing for what
+    is missing."""
     gpus = topology(system)
     seen = visible_devices([_device(system, i, gpu) for i, gpu in enumerate(gpus)], system.environ, *_variables(system))
     return ProbeReport(
@@ -58,9 +62,10 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def _variables(system: System) -> tuple[str, str]:
-    """Return the variables that hide GPUs, in the order in which they apply.
+    """Return the two environment variables that hide GPUs, in the order in which they apply.
 
-    The first hides GPUs from the whole runtime, the second from HIP. The second has two names.
+    The first hides GPUs from the whole runtime, the second from HIP. The second has two names:
+    HIP_VISIBLE_DEVICES if it is set, else CUDA_VISIBLE_DEVICES.
     """
     own = "HIP_VISIBLE_DEVICES"
     return "ROCR_VISIBLE_DEVICES", own if own in system.environ else "CUDA_VISIBLE_DEVICES"
@@ -99,7 +104,8 @@ def _gpu(node: str, text: str) -> Gpu | None:
 
 
 def _address(domain: int, location: int) -> str:
-    """Return the PCI address of a node; `location` contains bus, device and function."""
+    """Return the PCI address as text, such as "0000:03:00.0"; `location` contains bus, device and
+    function as bits."""
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 

@@ -45,27 +45,31 @@ from sglcore_mlx.worker import MlxWorker
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How steps run. `compiles`: decode steps are compiled, otherwise each operation is queued
-    separately; `compiles_draw`: sampling is compiled too."""
+    """How steps run. `compiles`: decode steps are compiled by MLX, otherwise each operation is
+    queued separately; `compiles_draw`: sampling is compiled too."""
 
     compiles: bool
     compiles_draw: bool
 
 
 def stream_thread() -> StreamThread:
-    """Start the thread on which all arrays are made."""
+    """Start the thread on which all arrays are made and return it; `StreamThread.call` runs
+    functions there."""
     return StreamThread()
 
 
 def hardware(stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger) -> Hardware:
-    """Find out which device MLX uses, and on the CPU how many cores."""
+    """Return which device MLX uses, and on the CPU how many streams share the work; record both in
+    the ledger."""
     found = stream_thread.call(open_hardware, config.threads)
     ledger.record(*found.rows)
     return found
 
 
 def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
-    """Set the limits of memory that an Apple GPU keeps resident between steps."""
+    """Set the limit of memory that an Apple GPU keeps resident between steps, and return the object
+    that undoes it with `close`. On other hardware it does nothing. Records what was changed in the
+    ledger."""
     kept = Residency(mx.device_info() if hardware.has_metal else {})
     if kept.row is not None:
         ledger.record(kept.row)
@@ -73,8 +77,10 @@ def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
 
 
 def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelNames:
-    """Return the names of the functions that run each operation; each has one implementation.
-    Raises ConfigError for settings that this device does not support."""
+    """Return the names of the functions that run each operation, for the ledger; each operation has
+    one implementation. Raises ConfigError for settings that this device does not support:
+    `quantize` or `kv_cache_dtype` other than "auto", and hisparse. Records the choice in the
+    ledger."""
     name = package.kernels_for(config.kernels)
     table: KernelNames = resolve(package.kernels[name], package.name)()
     for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
@@ -94,8 +100,9 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
 
 
 def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) -> Computing:
-    """Decide whether decode steps are compiled (one graph per size); there is no graph capture.
-    Raises ConfigError for another kind of graph."""
+    """Decide whether decode steps are compiled (one graph for each size); there is no graph
+    capture. Raises ConfigError for another `--graph` than auto, compiled and off. `shadow` and
+    two-batch overlap are turned off, with a ledger row."""
     known = ("auto", "compiled", "off")
     if config.graph not in known:
         raise ConfigError(
@@ -119,7 +126,8 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
 
 
 def speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
-    """Choose the drafter and the number of draft tokens; None: no speculation. Reads no model."""
+    """Return the drafter and the number of draft tokens, as the configuration asks; None: no
+    speculation. Reads no model. Raises ConfigError for an invalid setting."""
     return choose_speculation(config, ledger)
 
 
@@ -134,7 +142,10 @@ def model(
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> Model:
-    """Load the model. Waits. Raises ConfigError if draft tokens can not be verified on it."""
+    """Load the model on the stream thread and return it; waits. `progress("loading weights", done,
+    total)` is called on the stream thread. If the wait is interrupted, loading stops at its next
+    progress. Raises ConfigError if draft tokens can not be verified on the model. Records dtype and
+    quantisation in the ledger."""
     model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False, task=config.task)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
@@ -172,7 +183,8 @@ def model(
 def sizes(
     config: EngineConfig, facts: Facts, model: Model, device_memory: MemoryBudget, ledger: DecisionLedger
 ) -> MemorySizes:
-    """Compute the number of pages and the context length from the memory that the weights leave."""
+    """Return the number of pages and of request slots, and the context length, from the memory that
+    the weights leave. Raises ConfigError if it is too little."""
     cell = 0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype)
     page_size = config.page_size or facts.page_size
     return size_pools(
@@ -186,8 +198,9 @@ def sizes(
 
 
 def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes: MemorySizes) -> DeviceState:
-    """Allocate the KV cache of every layer, and the states and last tokens of every request slot.
-    With `poison` they hold NaN, so that reads of unwritten memory show. Waits."""
+    """Allocate the KV cache of every layer (none for an encoder), and the recurrent states and last
+    tokens of every request slot; return them. With `poison` KV cache and states hold NaN, so that
+    reads of unwritten memory show. Waits."""
     fill = float("nan") if config.poison else 0.0
 
     def make() -> DeviceState:
@@ -209,8 +222,8 @@ def attention(
     sizes: MemorySizes,
     ledger: DecisionLedger,
 ) -> DecodeAttention:
-    """Select the backend for decode requests, of one token or a few to verify; prompts always use
-    `attention/dense.py`."""
+    """Return the attention backend for decode requests, of one token or a few to verify; prompts
+    always use `attention/dense.py`. Raises ConfigError as `select_attention` does."""
     page_size = sizes.page_size
     kind = select_attention(
         package.attention,
@@ -225,8 +238,9 @@ def attention(
 
 
 def slices(config: EngineConfig, model: Model, speculation: Speculation | None, ledger: DecisionLedger) -> int | None:
-    """Return the tokens times layers of a slice in layered prefill; 0: by measured time; None: no
-    slices. Raises ConfigError for an invalid setting."""
+    """Return the most tokens times layers of one slice in layered prefill; 0: chosen by measured
+    time; None: prompts are not sliced. Raises ConfigError for an invalid setting. Records the
+    decision in the ledger if slices were requested."""
     asked = config.prompt_slices
     budget = slice_budget(asked)
     if budget is None:
@@ -257,7 +271,8 @@ def worker(
     slices: int | None,
     speculation: Speculation | None,
 ) -> MlxWorker:
-    """Make the worker that the scheduler submits to."""
+    """Make the worker that the scheduler submits to, with its limits. With speculation it is a
+    `SpeculativeWorker`, otherwise the class that the package names."""
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,

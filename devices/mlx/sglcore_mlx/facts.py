@@ -21,7 +21,8 @@ def facts(index: int = 0) -> Facts:
 
 
 def device_kind() -> str:
-    """Return MLX's name of the device that this build uses: "gpu" (Metal, CUDA) or "cpu"."""
+    """Return MLX's name of the device that the installed build uses: "gpu" (Metal, CUDA) or "cpu".
+    Does not import MLX."""
     build = mlx_build(host_system())
     has_gpu = sys.platform == "darwin" or (build is not None and build.is_cuda)
     return "gpu" if has_gpu else "cpu"

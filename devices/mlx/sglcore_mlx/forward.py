@@ -1,4 +1,5 @@
-"""One forward as a lazy graph: from tokens to hidden states; returns the updated KV cache."""
+"""One forward as a lazy graph, from tokens to hidden states or logits, with the updated KV
+cache."""
 
 from __future__ import annotations
 
@@ -37,16 +38,18 @@ class DecodeForward:
         cells: list[mx.array],
         states: list[States],
     ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """Return logits float32 [B, V], the KV cache with the new keys and values, and the states
-        after the tokens. `fields` and `page_table` as in `DecodeInputs`, B requests; `last` and
-        `cells` as in `DeviceState`; `states` of the B requests, by layer."""
+        """Return (logits float32 [B, V], the KV cache of each layer with the new keys and values,
+        the states after the tokens), all lazy. `fields` and `page_table` as in `DecodeInputs`, for
+        B requests; `last` and `cells` as in `DeviceState`; `states`: those of the B requests, by
+        layer. The arguments do not change."""
         return self.rows({**fields, "input_ids": last[fields["req_pool_indices"]]}, page_table, cells, states)
 
     def rows(
         self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
     ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """Like `__call__`, with `input_ids` in the fields. The number of tokens may be a multiple
-        of the page table's rows: then consecutive tokens share a row."""
+        """Like `__call__`, with the token ids in the field `input_ids`. The number of tokens may be
+        a multiple of the page table's rows: then consecutive tokens share a row, and logits are
+        [tokens, V]."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
         step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
         rows = fields["seq_lens"].shape[0]
@@ -76,18 +79,20 @@ class _Decoding:
 @dataclass(slots=True)
 class Extend:
     """A step with prompts or several tokens per request: the host batch, and its inputs on the
-    device. The model is called with `forward`."""
+    device. The model is called with `forward`; `step` keeps what its layers read and replace."""
 
     host: ScheduleBatch
     forward: ForwardBatch
     step: _Extending
 
     def continue_on(self, state: DeviceState) -> None:
-        """Use the current KV cache arrays: steps that ran in between have replaced them."""
+        """Take over the KV cache arrays of `state`, for a step that runs in slices: steps that ran
+        in between have replaced the arrays."""
         self.step.cells = state.cells
 
     def leave(self, state: DeviceState) -> None:
-        """Store the requests' states after all layers have run."""
+        """Store the requests' recurrent states in `state`, after all layers have run. The KV cache
+        needs no such call."""
         state.states.leave(self.host, self.step.states)
 
 
@@ -100,9 +105,9 @@ def begin_extend(
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> Extend:
     """Return the inputs of any batch that writes to the KV cache, for one call of a model with
-    these layers. Its attention writes keys and values to the KV cache in `state`; its states begin
-    as those of the requests in `state`, and `Extend.leave` stores them after the layers. Queues
-    only."""
+    these layers. During that call attention writes keys and values to the KV cache in `state`;
+    recurrent states begin as those of the requests in `state`, and `Extend.leave` stores them after
+    the layers. Builds the lazy graph only."""
     reader = host_reader(batch_type, is_decode=False)
     values = extend_values(reader, batch, table)
     parts: list[_Singles | PromptPlan] = []
@@ -126,8 +131,8 @@ def extend_forward(
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> mx.array:
-    """Return hidden states [T, H] of any batch that writes to the KV cache; updates KV cache and
-    recurrent states in `state`. Queues only."""
+    """Return hidden states [T, H] of any batch that writes to the KV cache; replaces KV cache and
+    recurrent states in `state`. Builds the lazy graph only."""
     extend = begin_extend(attention, model.layers, batch, table, state, batch_type)
     hidden = model(extend.forward)
     extend.leave(state)
@@ -135,15 +140,16 @@ def extend_forward(
 
 
 def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBatch] = ForwardBatch) -> mx.array:
-    """Return hidden states [T, H] of whole sequences, without a KV cache."""
+    """Return hidden states [T, H] of whole sequences, the tokens of each attend to each other only,
+    without a KV cache. Builds the lazy graph only."""
     reader = host_reader(batch_type, is_decode=False)
     values, attend = reader.read(batch), EncoderRows(batch.token_offsets, model.layers).attend
     return model(make_batch(batch_type, {**values, **arrays_of(reader, values), "attend": attend}))
 
 
 def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
-    """Return int32 [T]: a negative id -s becomes the last token of request slot s, which may still
-    be a lazy array."""
+    """Return token ids int32 [T]: a negative id -s becomes the last token of request slot s, from
+    `last` int32 [slots], which may still be a lazy array. Other ids stay."""
     ids = mx.array(input_ids)
     if not (input_ids < 0).any():
         return ids
@@ -152,7 +158,8 @@ def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """A part of an extend forward: tokens [start, end), one of each request."""
+    """A part of an extend forward: the tokens [start, end) of consecutive requests with one token
+    each."""
 
     start: int
     end: int
@@ -173,7 +180,8 @@ def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch,
 @dataclass(slots=True)
 class _Extending:
     """What the layers of an extend forward read and replace: the KV cache (`cells`) and the
-    recurrent states, by layer. `rows`: number of requests of each part."""
+    recurrent states, by layer. `parts`: runs of requests with one token, and single prompts, in
+    order; `rows`: the number of requests of each part."""
 
     parts: Sequence[_Singles | PromptPlan]
     rows: Sequence[int]

@@ -34,16 +34,17 @@ continues from its own states."""
 
 @batch_record(ScheduleBatch)
 class ForwardBatch(ForwardInputs[mx.array]):
-    """The inputs as arrays, with functions for attention and recurrent states. Rotations are
-    prepared once per step and rotary embedding. In a compiled step, host values are only the sizes
-    and the forward mode."""
+    """The inputs of one forward as arrays, with functions for attention and recurrent states
+    (`attend`, `recur`). `rotations`: one rotation for each rotary embedding, made at its first use.
+    In a compiled step, host values are only the sizes and the forward mode."""
 
     attend: Attend = batch_field(axis=Axis.NONE, split=Split.COPY, owner="attention")
     recur: Recur = batch_field(axis=Axis.NONE, split=Split.COPY, owner="layers")
     rotations: dict[Rotary, Rotate] | None = batch_field(axis=Axis.NONE, split=Split.FRESH, owner="layers")
 
     def rotation(self, rotary: Rotary) -> Rotate:
-        """Return the rotation of heads at these tokens' positions; cached per rotary embedding."""
+        """Return the rotation of heads at these tokens' positions; made at the first call for each
+        rotary embedding, the same object afterwards."""
         if self.rotations is None:
             self.rotations = {}
         if rotary not in self.rotations:
@@ -52,6 +53,7 @@ class ForwardBatch(ForwardInputs[mx.array]):
 
 
 def arrays_of(reader: HostReader, values: Values) -> dict[str, mx.array]:
-    """Convert the staged host values to arrays of their declared types."""
+    """Return the staged host values as arrays of their declared dtypes, by field name; fields
+    without a value are left out."""
     found = ((spec, values.get(spec.name)) for spec in reader.staged)
     return {spec.name: mx.array(np.asarray(value, spec.dtype)) for spec, value in found if value is not None}

@@ -19,9 +19,9 @@ thread."""
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`kind`: "metal", "gpu" or "cpu". `streams`: share the work on the CPU (empty: one stream does
-    all). `compiles`: decode steps are compiled by default, for `compile_reason`. `rows`: for the
-    ledger."""
+    """`kind`: "metal", "gpu" (another GPU) or "cpu". `streams`: those that share the work on the
+    CPU (empty: one stream does all). `compiles`: whether decode steps are compiled by default;
+    `compile_reason`: why. `rows`: for the ledger."""
 
     kind: str
     streams: tuple[mx.Stream, ...]
@@ -36,8 +36,9 @@ class Hardware:
 
 
 def open_hardware(threads: int | None) -> Hardware:
-    """Ask MLX which device it uses. Must run on the stream thread. `threads`: the requested number
-    of threads on a CPU; None: automatic."""
+    """Ask MLX which device it uses and return it; on the CPU, make its streams. Must run on the
+    stream thread. `threads`: the requested number of threads on a CPU; None: automatic. On a GPU it
+    is ignored, with a ledger row."""
     kind = mx.default_device().type.name
     if kind == "gpu" and mx.metal.is_available():
         kind = "metal"

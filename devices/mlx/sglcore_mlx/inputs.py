@@ -20,8 +20,8 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Inputs of B requests with one token each, padded with request slot 0: `fields` by name, [B]
-    each, and `page_table` int32 [B, n]."""
+    """Host inputs of B requests with one token each, padded with request slot 0: `fields` by name,
+    [B] each, and `page_table` int32 [B, n], with n pages for a request."""
 
     fields: dict[str, NDArray]
     page_table: Ints
@@ -30,8 +30,8 @@ class DecodeInputs:
 def decode_inputs(
     batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int
 ) -> DecodeInputs:
-    """Make the inputs of a decode step, padded to `rows` requests and `pages` columns of the page
-    table."""
+    """Return the inputs of a decode step, padded to `rows` requests; the page table has the first
+    `pages` columns of `table`, which must cover the longest request."""
     reader = host_reader(batch_type, is_decode=True)
     values = reader.read(batch)
     fields = {spec.name: padded(spec, values[spec.name], rows) for spec in reader.staged if spec.name in values}
@@ -42,10 +42,10 @@ def decode_inputs(
 
 @dataclass(frozen=True, slots=True)
 class WideInputs:
-    """Inputs of B requests with several tokens each, padded with request slot 0; the device
-    computes the tokens' positions. `fields`: by name, for all tokens. Per request, int32 [B]:
-    `slots`, `limits` (KV slots in its pages) and `nodes` (tokens that may be verified; None: all).
-    `page_table`: int32 [B, n]."""
+    """Host inputs of B requests with `width` tokens each, padded with request slot 0; the device
+    computes the tokens' positions. `fields`: by name, for all B * width tokens. Per request, int32
+    [B]: `slots`, `limits` (KV slots in its pages) and `nodes` (tokens that may be verified; None:
+    all). `page_table`: int32 [B, n]."""
 
     fields: dict[str, NDArray]
     slots: Ints
@@ -57,8 +57,9 @@ class WideInputs:
 def wide_inputs(
     batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int, width: int
 ) -> WideInputs:
-    """Make the inputs of requests with `width` tokens each, padded to `rows` requests and `pages`
-    columns of the page table."""
+    """Return the inputs of a verification step, `width` tokens for each request, padded to `rows`
+    requests; the page table has the first `pages` columns of `table`. The batch must have
+    `cell_limits`."""
     assert batch.cell_limits is not None
     reader = host_reader(batch_type, is_decode=True, is_wide=True)
     values = reader.read(batch)
@@ -79,7 +80,8 @@ def wide_inputs(
 
 @dataclass(frozen=True, slots=True)
 class SingleRows:
-    """Consecutive requests [first, last) with one token each: tokens [start, end) of the step."""
+    """Consecutive requests [first, last) of the batch with one token each: tokens [start, end) of
+    the step."""
 
     first: int
     last: int
@@ -88,8 +90,8 @@ class SingleRows:
 
 
 def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | PromptRow]:
-    """Split the batch, in order: runs of consecutive requests with one token, and single requests
-    with several tokens."""
+    """Return the batch split into parts, in order: runs of consecutive requests with one token
+    (`SingleRows`), and single requests with several tokens (`PromptRow`)."""
     counts = np.diff(batch.token_offsets)
     parts: list[SingleRows | PromptRow] = []
     row = 0
@@ -111,15 +113,16 @@ def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | Prompt
 
 
 def extend_values(reader: HostReader, batch: ScheduleBatch, table: PageTable) -> Values:
-    """Return the host values of an extend step by field name, including the tokens' KV slots."""
+    """Return the host values of an extend step by field name; `out_cache_loc` is the KV slot of
+    each token, int32 [T]."""
     values = reader.read(batch)
     values["out_cache_loc"] = table.cells(np.repeat(batch.slots, np.diff(batch.token_offsets)), values["positions"])
     return values
 
 
 def bucket(count: int, most: int) -> int:
-    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`, at most
-    `most`: padding is less than a half, and few sizes are compiled."""
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`, but no
+    more than `most`: padding is less than a half, and few sizes are compiled."""
     size = 1
     while size < count:
         middle = size + size // 2
@@ -131,6 +134,6 @@ def bucket(count: int, most: int) -> int:
 
 
 def row_bucket(count: int, buckets: tuple[int, ...], most: int) -> int:
-    """Return the smallest configured size that is at least `count`, or if there is none, that of
-    `bucket`."""
+    """Return the smallest of the configured `buckets` that is at least `count`; if there is none,
+    that of `bucket`. The result is never less than `count`."""
     return next((size for size in sorted(buckets) if size >= count), bucket(count, max(most, count)))

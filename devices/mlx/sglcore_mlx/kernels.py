@@ -25,8 +25,9 @@ OWN: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class KernelNames:
-    """What this package has instead of a kernel table: the function of each operation, as
-    `module:name`. Names only: these functions take MLX arrays, so the core does not call them."""
+    """What this package has instead of a kernel table: `origin`, the function of each operation, as
+    `module:name`. Names only, for the ledger: the functions take MLX arrays, so the core does not
+    call them."""
 
     origin: Mapping[str, str] = field(default_factory=lambda: OWN)
 

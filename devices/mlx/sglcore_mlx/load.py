@@ -31,7 +31,8 @@ TIED_HEAD = r"lm_head\.(weight|scales|biases)"
 
 
 class LoadedModel:
-    """A loaded architecture; implements `models.contract.Model`."""
+    """A loaded architecture; implements `models.contract.Model`. Its attributes are those of the
+    contract; `classify` and `logits` are the architecture's."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self.config = architecture.config
@@ -45,17 +46,18 @@ class LoadedModel:
         self._architecture = architecture
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
-        """Return hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm. Lazy."""
         return self._architecture(batch)
 
     @property
     def sliced_layers(self) -> int:
-        """Number of layers if a forward can run in slices of layers; 0: only whole."""
+        """The number of layers if a forward can run in slices of layers; 0: only whole."""
         return self._architecture.sliced_layers
 
     @property
     def sliced(self) -> SlicedModel:
-        """The model as one that runs slices of layers."""
+        """The model as one that runs slices of layers; to be used only if `sliced_layers` is not 0,
+        which is not checked."""
         found: Any = self._architecture
         return found
 
@@ -103,8 +105,9 @@ def _harmless(model: Architecture) -> tuple[str, ...]:
 
 
 def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[dict[str, Entry], dict[str, mx.array]]:
-    """Return the tensors of all files by the model's names. Raises `CheckpointError` for a tensor
-    that is in two files."""
+    """Return the tensors of all files, headers and lazy arrays, each by the model's names
+    (`own_name` maps the checkpoint's). Raises `CheckpointError` for a tensor that is in two files,
+    and as `_map` does."""
     entries: dict[str, Entry] = {}
     arrays: dict[str, mx.array] = {}
     for file in files:
@@ -123,8 +126,8 @@ def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[d
 
 
 def _map(file: Path, entries: Iterable[Entry]) -> dict[str, mx.array]:
-    """Map the tensors of a file without reading them. Raises `CheckpointError` for a type or a file
-    that MLX does not support."""
+    """Return the tensors of a file as lazy arrays by the file's names, without reading them. Raises
+    `CheckpointError` for an element type that MLX does not map, or a damaged file."""
     for entry in entries:
         if entry.dtype not in MAPPED:
             raise CheckpointError(

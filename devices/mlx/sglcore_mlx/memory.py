@@ -22,8 +22,9 @@ PROCESSOR_SHARE = 0.5
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """Bring-up step: compute the memory budget after the weights are loaded. Weights that were not
-    evaluated do not count.
+    """Bring-up step: return the memory budget for the KV cache after the weights are loaded.
+    Weights that were not evaluated do not count. `model` is not read: the parameter makes the step
+    run after loading.
 
     First releases memory that MLX caches for later arrays, so that it counts as free.
     """
@@ -32,8 +33,8 @@ def device_memory(model: object) -> MemoryBudget:
 
 
 def budget(info: Mapping[str, str | int], active: int, system: System) -> MemoryBudget:
-    """Compute the budget from MLX's device `info` and the `active` bytes of live arrays: unified
-    memory, a GPU's own memory, or the CPU's."""
+    """Return the budget from MLX's device `info` and `active`, the bytes of live arrays: of unified
+    memory, a GPU's own memory, or the CPU's, by the entries that `info` has."""
     recommended = int(info.get("max_recommended_working_set_size", 0))
     if recommended:
         return unified(int(info["memory_size"]), recommended, active, system)
@@ -45,10 +46,12 @@ def budget(info: Mapping[str, str | int], active: int, system: System) -> Memory
 
 
 def unified(physical: int, recommended: int, active: int, system: System) -> MemoryBudget:
-    """Compute the budget of unified memory: the bytes that the GPU may keep resident minus the live
-    arrays, at most the system's free memory.
+    """Return the budget of unified memory: the bytes that the GPU may keep resident (`recommended`)
+    minus those of live arrays (`active`), at most the system's free memory. `physical`: the
+    machine's memory in bytes.
 
-    Beyond `recommended` Metal slows down and macOS may swap. macOS reports free memory in percent.
+    Beyond `recommended` Metal slows down and macOS may swap. macOS reports free memory in percent;
+    if it does not, that limit is left out.
     """
     usable = max(recommended - active, 0)
     parts = [f"{size_text(physical)} physical", f"{size_text(usable)} usable by the GPU"]
@@ -69,8 +72,8 @@ def total_memory(system: System) -> int:
 
 
 def available_memory(system: System) -> tuple[int, str]:
-    """Return the available bytes and the evidence: the machine's available memory, or what the
-    tightest control group leaves. If the machine does not report it, half of its memory."""
+    """Return the available bytes, and the evidence as text: the smaller of the machine's available
+    memory (half of its memory if it is not reported) and what the tightest control group leaves."""
     known = _field(system.read("/proc/meminfo"), "MemAvailable:")
     free = total_memory(system) // 2 if known is None else known * 1024
     found = [(max(limit - used, 0), limit, group) for limit, used, group in memory_limits(system)]
@@ -81,6 +84,7 @@ def available_memory(system: System) -> tuple[int, str]:
 
 
 def _field(text: str | None, name: str) -> int | None:
-    """Return the number after `name` at the beginning of a line."""
+    """Return the number after `name` at the beginning of a line of the text; None if there is no
+    such line or no text."""
     words = (line.split() for line in (text or "").splitlines())
     return next((int(parts[1]) for parts in words if len(parts) > 1 and parts[0] == name), None)

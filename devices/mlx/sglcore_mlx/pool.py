@@ -1,5 +1,5 @@
-"""The data that a worker keeps between steps: the KV cache of every layer, the page table, each
-request slot's last token and token history."""
+"""The data that a worker keeps between steps: the KV cache of every layer, the page table,
+recurrent states, each request slot's last token and token history, and draft tokens."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ from sglcore_mlx.states import StatePool
 
 
 def cell_bytes(layers: Sequence[LayerShape], dtype: mx.Dtype) -> int:
-    """Return the bytes of one token's KV in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return sum(2 * layer.num_kv_heads * layer.head_dim * dtype.size for layer in layers)
 
 
 def make_cells(layers: Sequence[LayerShape], dtype: mx.Dtype, num_cells: int, fill: float) -> list[mx.array]:
-    """Allocate one array per layer, [num_cells, 2, kv_heads, head_dim]: keys, then values.
-    Waits."""
+    """Allocate the KV cache and return one array for each layer, [num_cells, 2, kv_heads,
+    head_dim]: keys at 0, values at 1 of the second dimension. Every element is `fill`. Waits."""
     cells = [mx.full((num_cells, 2, layer.num_kv_heads, layer.head_dim), fill, dtype) for layer in layers]
     mx.eval(cells)
     return cells
 
 
 def store(cells: mx.array, out_cache_loc: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """Return `cells` with k and v [T, kv_heads, D] at KV slots `out_cache_loc` int32 [T]; writes in
-    place if nothing else holds the memory."""
+    """Return `cells` [KV slots, 2, kv_heads, D] with k and v [T, kv_heads, D] at KV slots
+    `out_cache_loc` int32 [T]; the array passed in may be overwritten, and must not be used
+    again."""
     cells[out_cache_loc] = mx.stack([k, v], axis=1).astype(cells.dtype)
     return cells
 
 
 class PageTable:
-    """`rows` int32 [slots + 1, pages]: the pages of each request slot. On the host, because memory
-    is shared: a step passes only the rows that it needs. Page 0 is for padding."""
+    """`rows` int32 [slots + 1, pages]: the pages of each request slot; entries past a request's
+    pages are 0 or stale. On the host, because memory is shared: a step passes only the rows that it
+    needs. Page 0, and request slot 0, are for padding."""
 
     def __init__(self, sizes: MemorySizes) -> None:
         self.page_size = sizes.page_size
         self.rows = np.zeros((sizes.max_requests + 1, -(-sizes.max_model_len // sizes.page_size)), dtype=np.int32)
 
     def append(self, batch: ScheduleBatch) -> None:
-        """Append the new pages of a batch to their request slots."""
+        """Write the new pages of a batch to the rows of their request slots, after the pages that
+        these have; a batch without new pages changes nothing."""
         entries = new_pages(batch)
         if entries is not None:
             slots, columns, pages = entries
@@ -74,12 +77,12 @@ class DeviceState:
 
     @property
     def made_history(self) -> mx.array:
-        """`history`, which must have been made."""
+        """`history`, which must have been made; raises AssertionError otherwise."""
         assert self.history is not None
         return self.history
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays of the state, for one evaluation."""
+        """Return all arrays of the state as a list, so that one call evaluates them."""
         history = () if self.history is None else (self.history,)
         drafts = () if self.drafts is None else (self.drafts.lengths, self.drafts.proposals)
         return [*self.cells, *self.states.arrays(), self.last, *history, *drafts]

@@ -19,8 +19,9 @@ Rows = Mapping[str, mx.array]
 def pool(
     pooling: Pooling, classify: Callable[[mx.array], mx.array], hidden: mx.array, batch: ScheduleBatch
 ) -> mx.array:
-    """Pool hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels] with the model's
-    classification head."""
+    """Pool hidden [T, H] of B sequences to float32 [B, len(modes) * H], or to float32 [B, labels]
+    through `classify`, the model's classification head, if `pooling` has labels; then a sigmoid or
+    a norm to length 1 as `pooling` says. Lazy."""
     rows = {name: mx.array(values) for name, values in pooled_rows(batch).items()}
     wide = hidden.astype(mx.float32)
     pooled = mx.concatenate([POOLS[mode](wide, rows) for mode in pooling.modes], axis=-1)

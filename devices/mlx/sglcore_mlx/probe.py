@@ -46,8 +46,9 @@ class Build:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for MLX. Machines other than Macs count only if the device
-    was named."""
+    """Implements `DevicePackage.probe` for MLX: report hardware, driver, package and MLX build,
+    each with the remedy if it is missing, and one device if the hardware holds. Machines other than
+    Macs count only if `named` (the user chose this device). Raises nothing for what is missing."""
     macos, build = macos_version(system), mlx_build(system)
     if macos is not None:
         hardware, driver = _apple_silicon(system), _macos(macos)
@@ -72,7 +73,8 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def macos_version(system: System) -> str | None:
-    """Return the version of macOS, such as "15.1"; None on other systems."""
+    """Return the version of macOS, such as "15.1"; None on other systems. If the system's file can
+    not be parsed, "of unknown version"."""
     found = system.read(SYSTEM_VERSION)
     if found is None:
         return None
@@ -83,8 +85,8 @@ def macos_version(system: System) -> str | None:
 
 
 def mlx_build(system: System) -> Build | None:
-    """Return the installed MLX from the metadata of its distributions; None if there is no module
-    `mlx`."""
+    """Return the installed MLX from the metadata of its distributions, without importing it; None
+    if there is no module `mlx`."""
     folders = _folders(system)
     if not folders:
         return None
@@ -98,7 +100,8 @@ def mlx_build(system: System) -> Build | None:
 
 
 def _folders(system: System) -> tuple[Path, ...]:
-    """Return the folders of the module `mlx`; a namespace package can have several."""
+    """Return the folders of the module `mlx`; a namespace package can have several. Empty if it is
+    not installed."""
     if not system.is_this_machine:
         return tuple(system.path(folder) for folder in system.glob("/site-packages/mlx"))
     spec = find_spec("mlx")
@@ -152,8 +155,8 @@ def _processor(named: bool, system: System) -> tuple[Fact, Fact]:
 
 
 def _name(system: System, build: Build | None) -> str:
-    """Return the device that MLX uses by default: the Mac's chip, the first GPU of a CUDA build, or
-    the CPU."""
+    """Return the name of the device that MLX uses by default: the Mac's chip, the first GPU's node
+    for a CUDA build, or the CPU's name."""
     nodes = system.glob(CUDA_NODES) if build is not None and build.is_cuda else ()
     chip = sysctl.text(system, "machdep.cpu.brand_string")
     return chip or next(iter(nodes), None) or processor_name(system) or "a processor"
@@ -191,7 +194,7 @@ def _runtime(system: System, build: Build | None, is_mac: bool) -> Fact:
 
 
 def _numbers(found: str) -> tuple[int, int]:
-    """Return the first two numbers of a version. Without a number, return the largest, so that no
-    minimum version refuses it."""
+    """Return the first two numbers of a version, with 0 for a missing second one. Without any
+    number, return the largest pair, so that no minimum version refuses it."""
     numbers = re.match(r"(\d+)(?:\.(\d+))?", found)
     return (int(numbers.group(1)), int(numbers.group(2) or 0)) if numbers else (1 << 30, 0)

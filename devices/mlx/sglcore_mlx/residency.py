@@ -19,9 +19,9 @@ SetLimit = Callable[[int], int]
 
 
 class Residency:
-    """Memory limits of the whole process, set at start and restored at the end. With several
-    workers in one process, the end of the first one restores them; the others stay correct but
-    become slower."""
+    """Memory limits of the whole process, set when the object is made and restored by `close`.
+    `row`: for the ledger; None if nothing was changed. With several workers in one process, the end
+    of the first one restores the limits; the others stay correct but become slower."""
 
     def __init__(
         self,
@@ -30,7 +30,8 @@ class Residency:
         set_cache: SetLimit = mx.set_cache_limit,
     ) -> None:
         """`info`: MLX's description of its device; without a recommended working set (no Apple GPU)
-        nothing is changed."""
+        nothing is changed. `set_wired` and `set_cache` set the bytes that stay resident and those
+        that MLX caches."""
         recommended = int(info.get("max_recommended_working_set_size", 0))
         self.row: Row | None = None
         self._undo: list[Callable[[], int]] = []
@@ -42,7 +43,8 @@ class Residency:
             self.row = Row("residency", "auto", what, "the system pages out memory that is not wired")
 
     def close(self) -> None:
-        """Restore the limits. Idempotent."""
+        """Restore the previous limits. A second call does nothing, and so does the first of an
+        object that found the limit set already."""
         undo, self._undo = self._undo, []
         for restore in undo:
             restore()

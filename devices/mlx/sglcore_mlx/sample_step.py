@@ -23,8 +23,8 @@ Arrays = Mapping[str, mx.array]
 
 
 class SampleStep:
-    """Sampling and its bookkeeping for one model. Keeps the sampling arrays while the composition
-    of the batch stays the same."""
+    """Sampling and its bookkeeping for one model. Keeps the sampling arrays on the device while the
+    composition of the batch stays the same."""
 
     def __init__(self, vocab_size: int, sizes: MemorySizes, compiles: bool = False) -> None:
         """`compiles`: sampling is compiled, once for each kind of batch."""
@@ -33,15 +33,16 @@ class SampleStep:
         self._known: tuple[BatchSampling, Arrays] = NO_SAMPLING, {}
 
     def admit(self, batch: ScheduleBatch, state: DeviceState) -> None:
-        """Store the tokens of new requests for which the batch brings history: for penalties, or
-        for the drafter."""
+        """Write the known tokens of new requests to the history in `state`, for requests with which
+        the batch brings them: for penalties, or for the drafter. Otherwise does nothing."""
         entries = new_history(batch)
         if entries is not None and len(entries[0]):
             slots, columns, ids = map(mx.array, entries)
             self._history(state)[slots, columns] = ids
 
     def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
-        """Return the inputs of `run` from the host batch. Host work only."""
+        """Return the host arrays that `run` needs for this batch; without new sampling arrays if
+        its composition is that of the last sampling. Host work only."""
         return sampling_inputs(batch, rows, self._known[0].number, all_rows=True)
 
     def run(
@@ -53,8 +54,9 @@ class SampleStep:
         arrived: Arrays,
         state: DeviceState,
     ) -> SampledTokens[mx.array]:
-        """Sample a token for each of the logits [N, V] and store it as the last one of its request
-        slot; `arrived`: the arrays of `inputs` on the device. Queues only."""
+        """Sample a token for each of the logits [N, V], and store it in `state.last` at its request
+        slot; return the tokens, lazy. `arrived`: the arrays of `inputs` on the device, by name.
+        Builds the lazy graph only."""
         host, parts = self._take(inputs, arrived)
         positions = mx.array(batch.seq_lens) if rows.emitting is None else arrived["positions"]
         history = self._history_of(parts["slots"], positions, batch, rows, state) if host.needs.any_penalty else None
@@ -73,20 +75,22 @@ class SampleStep:
         state: DeviceState,
         positions: mx.array,
     ) -> SampledTokens[mx.array]:
-        """Sample a token for each of the logits [N, V], as token number `positions` int32[N] of its
-        request. The history must hold all earlier tokens; stores nothing. Queues only."""
+        """Sample a token for each of the logits [N, V], as token number `positions` int32 [N] of
+        its request, and return them, lazy. The history must hold all earlier tokens. Unlike `run`
+        it stores no token. Builds the lazy graph only."""
         host, parts = self._take(inputs, arrived)
         longest = host.longest(batch, rows) if host.needs.any_penalty else 0
         history = state.made_history[parts["slots"], :longest] if longest else None
         return self._draw(logits, positions, arrived, history)
 
     def is_steady(self, number: int) -> bool:
-        """Return whether the last sampling had this composition and does not depend on lengths on
-        the host (no penalties)."""
+        """Return whether the last sampling had the composition `number` and does not depend on
+        lengths on the host (no penalties), so that no new inputs are needed."""
         return self._known[0].number == number and not self._known[0].needs.any_penalty
 
     def make_history(self, state: DeviceState) -> None:
-        """Allocate the history, even if sampling does not need it."""
+        """Allocate the history in `state` (zeros) if it is not there, even if sampling does not
+        need it."""
         self._history(state)
 
     def _take(self, inputs: SamplingInputs, arrived: Arrays) -> tuple[BatchSampling, Arrays]:
@@ -109,11 +113,11 @@ class SampleStep:
     def _history_of(
         self, slots: mx.array, positions: mx.array, batch: ScheduleBatch, rows: RowPlan, state: DeviceState
     ) -> mx.array:
-        """Return int32 [N, longest]: the tokens so far. Penalties count them anew in each step, so
-        that no token is counted twice.
+        """Return int32 [N, longest]: the tokens so far of the requests at `slots` [N]. Penalties
+        count them anew in each step, so that no token is counted twice.
 
-        Each request's newest token, an input of this step, is written first. Nothing else reads the
-        table afterwards, so that the next step can write in place.
+        Each request's newest token, an input of this step, is written to the history at positions -
+        1 first. Nothing else reads the table afterwards, so that the next step can write in place.
         """
         history = self._history(state)
         history[slots, positions - 1] = resolve_ids(batch.input_ids[last_tokens(batch, rows)], state.last)

@@ -16,9 +16,9 @@ from sglcore_mlx.pool import DeviceState
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt between two slices of layers. `done` layers have run; `carried` is the input state
-    of the next one. `rows` and `inputs`, with `arrived` on the device, are for sampling after the
-    last."""
+    """A prompt between two slices of layers. `extend`: its inputs; `done` layers have run;
+    `carried` is the input state of the next one. `rows` and `inputs`, with `arrived` on the device,
+    are for sampling after the last."""
 
     extend: Extend
     rows: RowPlan
@@ -29,7 +29,8 @@ class OpenPrompt:
 
     def run(self, model: SlicedModel, state: DeviceState, first: int, last: int) -> mx.array | None:
         """Run the layers first <= i < last. Returns hidden states [T, H] after the model's last
-        layer, otherwise None. Raises ValueError if these are not the next layers. Queues only."""
+        layer, and then leaves the recurrent states in `state`; otherwise None. Raises ValueError if
+        these are not the next layers. Builds the lazy graph only."""
         if first != self.done or not first < last <= model.sliced_layers:
             ran = f"{self.done} of {model.sliced_layers} have run"
             raise ValueError(f"a slice requests layers {first} to {last} of a prompt; {ran}")
@@ -43,7 +44,7 @@ class OpenPrompt:
         return hidden
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays that the next slice reads; they are evaluated, so that the slice does
-        not hold the graph that made them."""
+        """Return all arrays that the next slice reads; the caller evaluates them with the step, so
+        that the next slice does not hold the graph that made them."""
         hidden = [each for each in self.carried if isinstance(each, mx.array)]
         return [*hidden, *(array for layer in self.extend.step.states for array in layer)]

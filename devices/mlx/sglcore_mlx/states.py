@@ -33,8 +33,9 @@ def state_bytes(layers: Sequence[Sequence[StateShape]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """The states after a step, by layer, of request slots `slots` int32[N]; 0 is padding. Rows
-    `kept` are also copied to the pools' rows `copies` (snapshots)."""
+    """The states after a step, by layer, with the rows of request slots `slots` int32 [N]; 0 is
+    padding. The rows numbered `kept` are also to be copied to the pools' rows `copies` (snapshots).
+    Empty arrays: nothing was left."""
 
     states: list[States]
     slots: Ints
@@ -58,8 +59,9 @@ class StatePool:
         mx.eval(self.arrays())
 
     def take(self, batch: ScheduleBatch, rows: int) -> list[States]:
-        """Return the states of a batch's requests before its tokens, by layer, padded with zeros to
-        `rows` rows. Queues only."""
+        """Return the states of a batch's requests before its tokens, by layer, each array [rows,
+        *shape], padded with zeros; empty for a model without states. New requests begin with zeros,
+        restored ones with their snapshot. Lazy."""
         if not self._pools:
             return []
         left, sources = self._left, self._sources(batch, rows)
@@ -77,8 +79,9 @@ class StatePool:
         self._left = _Left([], NONE, NONE, NONE)
 
     def leave(self, batch: ScheduleBatch, states: list[States]) -> None:
-        """Keep the states after the batch's tokens, with rows as `take` returned them. Queues
-        only."""
+        """Keep `states`, the states after the batch's tokens, with rows as `take` returned them;
+        they are written to the pools when a later step needs other rows. Snapshots that the batch
+        asks for are noted. Lazy."""
         if not self._pools:
             return
         moves, slots = state_moves(batch, self._max_requests), np.zeros(states[0][0].shape[0], dtype=np.int32)
@@ -87,11 +90,12 @@ class StatePool:
         self._left = _Left(states, slots, kept, moves.get("state_copies", NONE))
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays that later steps read."""
+        """Return all arrays that later steps read, so that they can be evaluated."""
         return [array for layer in (*self._pools, *self._left.states) for array in layer]
 
     def _sources(self, batch: ScheduleBatch, rows: int) -> Ints:
-        """Return int32 [rows]: the pools' row from which each request of the batch begins."""
+        """Return int32 [rows]: the pools' row from which each request of the batch begins; 0
+        (zeros) for padding."""
         moves, of_slot = state_moves(batch, self._max_requests), np.arange(self._max_requests + 1, dtype=np.int32)
         if self._poison:
             of_slot[entering_slots(batch)] = self._rows
@@ -107,7 +111,8 @@ class StatePool:
         self._write(np.concatenate((living, left.kept)), np.concatenate((left.slots[living], left.copies)))
 
     def _write(self, rows: Ints, targets: Ints) -> None:
-        """Write these rows of the last step's states to the pools' rows `targets`."""
+        """Write the rows `rows` of the states that the last step left to the pools' rows
+        `targets`."""
         if not len(rows):
             return
         taken, places = mx.array(rows), mx.array(targets)
@@ -116,7 +121,8 @@ class StatePool:
                 pools[place][places] = left[taken]
 
     def _make(self, each: StateShape) -> mx.array:
-        """Allocate a pool; with poison it has one more row, which stays NaN."""
+        """Allocate and return the pool of one array, zeros or NaN with poison; with poison it has
+        one more row, which stays NaN. Row 0 is zeros."""
         fill, rows = (float("nan"), self._rows + 1) if self._poison else (0.0, self._rows)
         pool = mx.full((rows, *each.shape), fill, each.dtype)
         pool[0] = 0

@@ -48,14 +48,14 @@ class Health:
         self._failure = self._failure or repr(error)
 
     def check(self) -> None:
-        """Raise RuntimeError if a step has failed."""
+        """Raise RuntimeError if a step has failed, with the first failure's text."""
         if self._failure:
             raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
 
 
 class Stepper:
     """Runs the steps of one model with its KV cache. Belongs to one thread, which queues all its
-    work."""
+    work; all methods are called there. `health` remembers failures."""
 
     def __init__(
         self,
@@ -145,9 +145,10 @@ class Stepper:
         return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
 
     def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
-        """Run the layers first <= i < last of the open prompt; after the model's last layer, sample
-        tokens. The batch with layer 0 opens the prompt. Raises ValueError if no prompt is open, or
-        for other layers than the next ones."""
+        """Run the layers first <= i < last of the open prompt and return the step's output, without
+        tokens until the model's last layer, after which they are sampled. The batch with layer 0
+        opens the prompt. Raises ValueError if no prompt is open, or for other layers than the next
+        ones."""
         if first == 0:
             self._open = self._begin(batch)
         if (prompt := self._open) is None:
@@ -163,7 +164,8 @@ class Stepper:
         return StepOutput(prompt.rows, path, tokens, scores)
 
     def _begin(self, batch: ScheduleBatch) -> OpenPrompt:
-        """Open a prompt before its first layer."""
+        """Open a prompt before its first layer: store its pages and known tokens, and return it
+        with its embeddings."""
         rows = plan_rows(batch)
         self._table.append(batch)
         self._sampling.admit(batch, self._state)
@@ -180,7 +182,8 @@ class Stepper:
         return logprobs_of(self._logits(hidden), targets, top_n)
 
     def _decode_logits(self, batch: ScheduleBatch) -> tuple[mx.array, str]:
-        """Return logits float32 [B, V], and the name of the path that ran."""
+        """Run a decode step; return logits float32 [B, V] without padding, and the name of the path
+        that ran: "compiled:ROWS" or "eager"."""
         count, state = batch.batch_size, self._state
         most = self._table.rows.shape[1]
         pages = -(-int(batch.seq_lens.max()) // self._table.page_size)
@@ -194,7 +197,8 @@ class Stepper:
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Run whole sequences and pool each request's hidden states."""
+        """Run whole sequences and return the step's output, with each request's pooled hidden
+        states."""
         pooling = self._model.config.pooling
         assert pooling is not None
         hidden = embed_forward(self._model, batch, self._batch_type)
@@ -206,6 +210,6 @@ class Stepper:
 
     def close(self) -> None:
         """Wait for the running step and release compiled functions: MLX keeps them per thread, and
-        the thread ends next."""
+        the thread ends next. The stepper can not be used afterwards."""
         self.finish(self._running)
         del self._decode, self._sampling

@@ -14,7 +14,8 @@ from sglcore.device.system import System
 
 
 def text(system: System, name: str) -> str | None:
-    """Return the text under `name`, such as "machdep.cpu.brand_string"; None if there is none."""
+    """Return the text under `name`, such as "machdep.cpu.brand_string"; None if there is none, and
+    on systems other than macOS."""
     if not system.is_this_machine:
         found = system.read(f"/sysctl/{name}")
         return None if found is None else found.strip()
@@ -23,7 +24,8 @@ def text(system: System, name: str) -> str | None:
 
 
 def number(system: System, name: str) -> int | None:
-    """Return the integer under `name`, such as "hw.optional.arm64"; None if there is none."""
+    """Return the integer under `name`, such as "hw.optional.arm64"; None if there is none, and on
+    systems other than macOS."""
     if not system.is_this_machine:
         found = system.read(f"/sysctl/{name}")
         return None if found is None else int(found)

@@ -15,7 +15,8 @@ Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class StreamThread:
-    """A thread that runs calls in the order in which they were posted."""
+    """A daemon thread that runs calls one after the other, in the order in which they were posted.
+    Making the object starts it."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -30,7 +31,8 @@ class StreamThread:
         return not self._closed and self._thread.is_alive()
 
     def post(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Queue a call and return without waiting. Raises RuntimeError if it is not running."""
+        """Queue a call and return its future without waiting; the call's exceptions go to the
+        future. Raises RuntimeError if the thread is not running."""
         if not self.is_running:
             raise RuntimeError("the stream's thread is closed, or this is a fork of its process; start in each process")
         future: Future[R] = Future()
@@ -38,11 +40,12 @@ class StreamThread:
         return future
 
     def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a call on the thread and wait for its result; its exceptions are raised here."""
+        """Run a call on the thread and wait for its result; its exceptions are raised here. Raises
+        RuntimeError if the thread is not running. Must not be called on the thread itself."""
         return self.post(call, *args, **kwargs).result()
 
     def close(self) -> None:
-        """Finish all posted calls and end the thread. Idempotent; waits."""
+        """Finish all posted calls and end the thread; waits. A second call does nothing."""
         if self.is_running:
             self._closed = True
             self._jobs.put(None)

@@ -35,7 +35,7 @@ class MlxWorker:
 
     @property
     def limits(self) -> Limits:
-        """The limits of this worker; constant."""
+        """The limits of this worker, which never change."""
         return self._limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
@@ -64,7 +64,8 @@ class MlxWorker:
         return output.read(ticket.step, [np.array(each) for each in output.arrays()])
 
     def close(self) -> None:
-        """Wait for the device, and release weights and KV cache. Idempotent."""
+        """Wait for the device, and release weights and KV cache. A second call does nothing;
+        `submit` raises RuntimeError afterwards."""
         self._stepper = None
         self._end()
 

@@ -29,7 +29,8 @@ CAPABILITY = (3, 1)
 
 
 def find() -> Callable[..., Any]:
-    """Return the library's function. Raises Unavailable, which names what each module lacks."""
+    """Return the function `flash_attn_with_kvcache` of the first of MODULES that has it with all
+    ARGUMENTS. Raises Unavailable, with a text that says what each module lacks, if none has."""
     refused = []
     for name in MODULES:
         try:
@@ -69,7 +70,8 @@ class FlashAttention(PageRowsAttention):
         return f"it needs a GPU of capability 3.1 or newer, this one has {found}" if found < CAPABILITY else ""
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """Implements `PageRowsAttention.attend_pages` with one call of the library."""
+        """Implements `PageRowsAttention.attend_pages` with one call of the library: q [T, heads, D]
+        attends causally over pages of keys and values, as the plan lists them -> [T, heads, D]."""
         left = window_left(layer.sliding_window)
         return call(
             q,

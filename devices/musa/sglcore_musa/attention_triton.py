@@ -16,5 +16,6 @@ class TritonAttention(triton.TritonAttention):
     """The core's Triton attention, launched with this GPU's warp size."""
 
     def make_tuning(self) -> Tuning:
-        """Return the kernel table's launch parameters."""
+        """Return the launch parameters, as the kernel table has them: those for the current GPU's
+        warp size."""
         return Tuning(lanes=lanes())

@@ -21,8 +21,8 @@ SHIM = "torchada"
 
 
 def extension(ledger: DecisionLedger) -> str:
-    """Import torch_musa, which registers the device. Raises DeviceError if it was built for another
-    torch."""
+    """Import torch_musa, which registers the device; record its version in the ledger and return
+    it. Raises DeviceError if it was built for another torch, ImportError if it is missing."""
     torch_musa = import_module("torch_musa")
     found = str(torch_musa.__version__)
     if not same_release(torch.__version__, found):
@@ -41,8 +41,9 @@ def extension(ledger: DecisionLedger) -> str:
 
 
 def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
-    """Return `triton_gap()`, why the Triton kernels do not run, and record it in the ledger; empty
-    if they run."""
+    """Return why the Triton kernels do not run on this machine (`triton_gap`), and then record it
+    in the ledger; empty, and no row, if they run. `kernels` is not read: the parameter makes the
+    step run after that table is made."""
     gap = triton_gap()
     if gap:
         ledger.record(Row("triton", "auto", "reference", gap, "the vendor's triton"))
@@ -50,8 +51,9 @@ def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
 
 
 def device_memory(device: torch.device, model: object) -> MemoryBudget:
-    """Return the memory that is left after loading the weights. Uses the extension's own call,
-    because torch's device-neutral one fails in releases before 2.11.0.post2. Waits."""
+    """Return the memory budget for the KV cache, read after the weights are loaded (`model` is not
+    read). Uses the extension's own call, because torch's device-neutral one fails in releases
+    before 2.11.0.post2. Waits for the device, and releases memory that torch caches."""
     musa().synchronize(device)
     musa().empty_cache()
     free, total = musa().mem_get_info(device)

@@ -12,8 +12,9 @@ not."""
 
 
 def facts(index: int = 0) -> Facts:
-    """Implements `DevicePackage.facts`: streams, graphs and pinned memory; the page size of the
-    vendor's attention library; dtypes by the GPU's compute capability, if the GPU is present."""
+    """Implements `DevicePackage.facts` for GPU number `index`: streams, graphs and pinned memory;
+    the page size of the vendor's attention library; dtypes by the GPU's compute capability. A GPU
+    that is not present is described with bfloat16; nothing is raised."""
     musa = device_module("torch_musa", "musa", index)
     has_bfloat16 = musa is None or musa.get_device_capability(index) >= BFLOAT16
     return Facts(

@@ -9,7 +9,7 @@ from sglcore_musa.vendor import musa
 
 
 def make_capture() -> TorchCapture:
-    """Make a capture with the extension's classes."""
+    """Return a new capture that makes graphs with torch_musa's classes. It captures nothing yet."""
     return TorchCapture(musa().MUSAGraph, musa().graph_pool_handle)
 
 

@@ -24,14 +24,15 @@ def kernels() -> KernelTable:
 
 
 def lanes() -> int:
-    """Return the threads per warp of the current GPU, by its properties; WARP if they do not tell
+    """Return the threads per warp of the current GPU, by its properties; 32 if they do not tell
     it."""
     properties = musa().get_device_properties(musa().current_device())
     return getattr(properties, "warp_size", WARP)  # foreign: older extensions do not tell it
 
 
 def triton_gap() -> str:
-    """Return why the core's Triton kernels can not run here; empty if they can."""
+    """Return why the core's Triton kernels can not run here, with the remedy; empty if they can.
+    Imports Triton."""
     try:
         triton = import_module("triton")
         import_module("sglcore.runtime.kernels.triton")

@@ -24,7 +24,9 @@ EXTENSION = "install the torch_musa wheel that the vendor publishes for this tor
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for Moore Threads GPUs; `named` has no effect."""
+    """Implements `DevicePackage.probe` for Moore Threads GPUs: report hardware, driver, package and
+    runtime, each with the remedy if it is missing, and the GPUs that this process sees. `named` has
+    no effect. Raises nothing for what is missing."""
     nodes = _nodes(system)
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)
@@ -39,7 +41,8 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def _nodes(system: System) -> tuple[str, ...]:
-    """Return the device nodes, sorted by number; the driver's control node has no number."""
+    """Return the GPUs' device nodes, sorted by number; the driver's control node has no number and
+    is left out."""
     return tuple(node for node in system.numbered(NODES) if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
 
 
@@ -97,7 +100,8 @@ def _runtime(system: System) -> Fact:
 
 
 def extension_version(system: System) -> str | None:
-    """Return the version of torch_musa without importing it; None if unknown."""
+    """Return the version of torch_musa without importing it; None if it is not installed, or its
+    version is unknown."""
     found = re.search(r"__version__ = ['\"]([^'\"]+)['\"]", system.read("/site-packages/torch_musa/version.py") or "")
     if found or not system.is_this_machine:
         return found.group(1) if found else None
@@ -108,6 +112,6 @@ def extension_version(system: System) -> str | None:
 
 
 def same_release(torch: str, extension: str) -> bool:
-    """Return whether the extension fits torch: it is built for one minor version of torch, which
-    its first two numbers repeat."""
+    """Return whether the extension of version `extension` fits torch of version `torch`: it is
+    built for one minor version of torch, so the first two numbers must be equal."""
     return torch.split(".")[:2] == extension.split(".")[:2]

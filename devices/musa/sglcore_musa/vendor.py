@@ -8,5 +8,6 @@ import torch
 
 
 def musa() -> Any:
-    """Return `torch.musa`, which exists after torch_musa is imported."""
+    """Return torch's module for the device, `torch.musa`. Raises RuntimeError before torch_musa is
+    imported."""
     return torch.get_device_module("musa")

@@ -51,12 +51,13 @@ class FusedPlan(AttentionPlan):
 
 
 def query_ends(batch: ForwardBatch) -> list[int] | None:
-    """Return the cumulative number of queries of each request; None if each has one query."""
+    """Return the cumulative number of queries of each request of the batch; None for a decode step,
+    where each has one query."""
     return None if batch.extend_seq_lens_cpu is None else np.cumsum(batch.extend_seq_lens_cpu).tolist()
 
 
 class FusedAttention(AttentionBackend[FusedPlan]):
-    """Decoder attention without sliding windows, in half precision."""
+    """Decoder attention without sliding windows, softcaps and sinks, in half precision."""
 
     facts = AttentionFacts(
         page_sizes=PAGE_SIZES,
@@ -74,7 +75,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         self._mask = ones.triu_(1)
 
     def plan(self, batch: ForwardBatch) -> FusedPlan:
-        """Gather page table rows on the device, and read lengths from the host; does not wait."""
+        """Gather page table rows on the device, and read lengths from the host; does not wait. The
+        plan is for eager calls."""
         assert batch.seq_lens_cpu is not None
         rows = len(batch.seq_lens_cpu)
         pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
@@ -82,15 +84,15 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return FusedPlan(self, generation, pages, batch.seq_lens_cpu.tolist(), query_ends(batch))
 
     def capture_plan(self, bucket: Bucket) -> FusedPlan:
-        """Make a plan with fixed page table rows, which `refresh` writes; lengths are 1 until
-        then."""
+        """Make a decode plan for `bucket.batch_size` requests with fixed page table rows, which
+        `refresh` writes; lengths are 1 until then."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size)
 
     def refresh(self, plan: FusedPlan, batch: ForwardBatch) -> HostLengths:
-        """Gather the page table rows on the device; returns the new lengths for the graph's tasks,
-        which `NpuSegment.replay` takes."""
+        """Overwrite the plan's page table rows on the device and its lengths on the host; return
+        the new lengths for the graph's tasks, which `NpuSegment.replay` takes. Does not wait."""
         assert batch.seq_lens_cpu is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.ends = query_ends(batch)
@@ -99,8 +101,9 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return HostLengths(plan.tasks, plan.lengths)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FusedPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`: an eager call, or in a capture a task with
-        rewritable lengths; padding rows become zero."""
+        """Implements `AttentionBackend.attend`: q [T, heads * D] -> [T, heads * D]. An eager call,
+        or while a decode step is captured, a task with lengths that can be rewritten. After
+        prompts, padding rows are zero."""
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         if plan.ends is not None:
             return self._extend(queries, plan, plan.ends, layer).view(q.shape)
@@ -136,8 +139,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return out
 
     def _call(self, query: Tensor, plan: FusedPlan, layer: Attention, **layout: Any) -> dict[str, Any]:
-        """Return the arguments that all variants of the operator take; the KV cache [cells, heads,
-        dim] is viewed as pages [pages, size, heads * dim]."""
+        """Return the arguments that all variants of the operator take; the KV cache [KV slots,
+        heads, dim] is viewed as pages [pages, size, heads * dim]. `layout`: further arguments."""
         size = self.token_to_kv_pool.page_size
         keys, values = self.token_to_kv_pool.kv(layer.layer_id)
         return {

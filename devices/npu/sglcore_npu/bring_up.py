@@ -16,10 +16,10 @@ from sglcore_npu.probe import same_release
 
 
 def extension(ledger: DecisionLedger) -> str:
-    """Import torch_npu, which registers the device and its operators, and allow its internal weight
-    layouts.
+    """Import torch_npu, which registers the device and its operators, allow its internal weight
+    layouts, record its version in the ledger and return it.
 
-    Raises DeviceError if it was built for another torch.
+    Raises DeviceError if it was built for another torch, ImportError if it is missing.
     """
     torch_npu = import_module("torch_npu")
     found, wanted = str(torch_npu.__version__), torch.__version__.partition("+")[0]
@@ -35,7 +35,9 @@ def extension(ledger: DecisionLedger) -> str:
 
 
 def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
-    """Record and return the choices that depend on the model: weight layouts, experts."""
+    """Return ledger rows for what depends on the model: in how many linear layers the weight is
+    packed, and for an MoE model that the reference runs the experts. Record them; decide
+    nothing."""
     layers = model.weights.linears
     packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
     what = f"{packed} of {len(layers)} weights in blocks"

@@ -13,8 +13,9 @@ RESERVED = 248
 
 
 def facts(index: int = 0) -> Facts:
-    """Implements `DevicePackage.facts`: KV slot indices are int32, and pages have the
-    attention operator's size. Generations before A2, and 310P, do not support bfloat16."""
+    """Implements `DevicePackage.facts` for NPU number `index`: KV slot indices are int32, and pages
+    have the attention operator's size, 128. Generations before A2, and 310P, do not support
+    bfloat16; an NPU that is not present is described with it. Raises nothing."""
     npu = device_module("torch_npu", "npu", index)
     has_bfloat16 = npu is None or npu.is_bf16_supported()
     return Facts(

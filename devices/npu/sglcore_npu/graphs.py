@@ -21,8 +21,9 @@ class NpuSegment:
         self._done: Any = None
 
     def replay(self, update: object | None = None) -> None:
-        """Queue the update of lengths on the update stream, and the graph on the current stream.
-        `update` is `HostLengths`; None: the graph has no attention calls."""
+        """Queue the update of lengths on the update stream, and the graph on the current stream;
+        does not wait. `update` is a `HostLengths` of this graph's tasks; None: the graph has no
+        attention calls."""
         if update is None:
             self._graph.replay()
             return
@@ -36,12 +37,13 @@ class NpuSegment:
         self._done.record(npu().current_stream())
 
     def reset(self) -> None:
-        """Free the graph; its memory returns to the pool."""
+        """Free the graph; its memory returns to the pool. It can not be replayed afterwards."""
         self._graph.reset()
 
 
 def make_capture() -> TorchCapture:
-    """Make a capture with the extension's classes, and a stream for updates."""
+    """Return a new capture that makes graphs with torch_npu's classes, and a stream on which
+    attention lengths are updated. It captures nothing yet."""
     updates = npu().Stream()
     return TorchCapture(npu().NPUGraph, npu().graph_pool_handle, lambda graph: NpuSegment(graph, updates))
 

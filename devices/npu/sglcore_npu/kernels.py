@@ -31,24 +31,27 @@ WIDEST_HEAD, MOST_HEADS = 896, 1000
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Implements `KernelTable.rms_norm` with npu_rms_norm."""
+    """Implements `KernelTable.rms_norm` with npu_rms_norm: x [..., N], weight [N] of x's dtype ->
+    [..., N]."""
     return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Implements `KernelTable.add_rms_norm` with npu_add_rms_norm."""
+    """Implements `KernelTable.add_rms_norm` with npu_add_rms_norm: return the norm of x + residual
+    [T, H], and the sum, in new tensors."""
     normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
     return normed, total
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Implements `KernelTable.silu_and_mul` with npu_swiglu."""
+    """Implements `KernelTable.silu_and_mul` with npu_swiglu: x [T, 2 * I] -> [T, I]."""
     return torch.ops.npu.npu_swiglu(x, -1)
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Implements `KernelTable.store_kv` with one operator. The operator expects pages; with pages
-    of one token its slots are our KV slots."""
+    """Implements `KernelTable.store_kv` with one operator: row t of key and value [T, kv_heads, D]
+    goes to KV slot out_cache_loc[t] of both caches, cast to their dtype. The operator expects
+    pages; with pages of one token its slots are our KV slots."""
     if not key.shape[0]:
         return
     torch.ops.npu.npu_scatter_pa_kv_cache(
@@ -62,8 +65,8 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
 
 
 def takes_store(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> str:
-    """Return why `store_kv` refuses a KV cache that is not of 16 bits; otherwise empty (see
-    `Limited`)."""
+    """Return why `store_kv` refuses the call, empty if it takes it: the KV cache must be float16 or
+    bfloat16 (see `Limited`)."""
     if k_cache.dtype in STORED:
         return ""
     return f"it stores float16 and bfloat16, not {str(k_cache.dtype).removeprefix('torch.')}"
@@ -77,14 +80,14 @@ def takes_nz(weight: Tensor) -> bool:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Implements `KernelTable.pack_linear`: convert a weight to the blocked layout if `takes_nz`,
-    otherwise return it as it is; torch's linear reads both layouts."""
+    """Implements `KernelTable.pack_linear`: return the weight [out, in] in the blocked layout if
+    `takes_nz`, otherwise as it is; torch's linear reads both layouts."""
     return torch.ops.npu.npu_format_cast(weight, FRACTAL_NZ) if takes_nz(weight) else weight
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Implements `KernelTable.rotary` for whole heads with the vendor's x * cos + swapped(x) *
-    sin."""
+    """Implements `KernelTable.rotary` for heads that are rotated whole: return rotated q [T, heads
+    * D] and k [T, kv_heads * D] in new tensors, by the vendor's x * cos + swapped(x) * sin."""
     tokens = q.shape[0]
     if not tokens:
         return torch.empty_like(q), torch.empty_like(k)
@@ -94,9 +97,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_
 
 
 def takes_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
-    """Return why `rotary` refuses these heads; otherwise empty (see `Limited`). Limits by the
-    vendor's page on npu_rotary_mul: less than 896 elements per head, less than 1000 heads, and no
-    partial rotation."""
+    """Return why `rotary` refuses these heads, empty if it takes them (see `Limited`). Limits by
+    the vendor's page on npu_rotary_mul: less than 896 elements per head, less than 1000 heads, and
+    no partial rotation."""
     rotated, heads = cos_sin_cache.shape[1], max(q.shape[1], k.shape[1]) // head_dim
     if rotated != head_dim:
         return f"{rotated} of {head_dim} elements of a head are rotated"
@@ -127,8 +130,9 @@ entry's name."""
 
 
 def kernels() -> KernelTable:
-    """Implements `DevicePackage.kernels`. Where torch_npu does not register an operator, or the
-    operator fails for a small call, the entry stays the reference, with a reason for the ledger."""
+    """Implements `DevicePackage.kernels`: return the reference with torch_npu's operators before
+    it. Where torch_npu does not register an operator, or the operator fails for a small call, the
+    entry stays the reference, with a reason for the ledger; nothing is raised."""
     table = KernelTable()
     for operator, function in OPERATORS.items():
         table = table.offering(operator, function.function.__name__, partial(_offered, operator, function))
@@ -136,9 +140,11 @@ def kernels() -> KernelTable:
 
 
 def _offered(operator: str, given: Limited) -> Limited:
-    """Return the function with its trial. Raises ImportError if the operator is not registered.
+    """Return the function with its limits and a trial, which runs before it is chosen. Raises
+    ImportError if the operator is not registered.
 
-    The conversion of weights is tried here, because no layer chooses it.
+    The conversion of weights is tried here instead, because no layer chooses it; an error of the
+    operator is raised.
     """
     if not offers(operator):
         raise ImportError("this torch_npu does not register it; install a newer one")
@@ -149,8 +155,9 @@ def _offered(operator: str, given: Limited) -> Limited:
 
 
 def _try(function: Callable[..., Any], *call: Any) -> Any:
-    """Call a function with zeros of the dtypes and sizes of `call`, at most `MOST_ROWS` rows; wait
-    for the device, which tells only then that an operator failed."""
+    """Call a function with zeros on the NPU, of the dtypes and sizes of `call` but at most
+    `MOST_ROWS` rows; wait for the device, which tells only then that an operator failed, and return
+    the result. It raises what the operator raises."""
     found = function(*(_zeros(arg) if isinstance(arg, Tensor) else arg for arg in call))
     torch.accelerator.synchronize()
     return found
@@ -162,5 +169,5 @@ def _zeros(arg: Tensor) -> Tensor:
 
 
 def offers(operator: str) -> bool:
-    """Return whether torch_npu registered this operator."""
+    """Return whether torch_npu registered the operator of this name."""
     return hasattr(torch.ops.npu, operator)  # foreign: operators are attributes that exist once they are registered

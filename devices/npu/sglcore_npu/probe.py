@@ -26,7 +26,9 @@ MOUNTS = (
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for Ascend NPUs; `named` has no effect."""
+    """Implements `DevicePackage.probe` for Ascend NPUs: report hardware, driver, package and
+    runtime (CANN, torch_npu), each with the remedy if it is missing, and the NPUs that this process
+    sees. `named` has no effect. Raises nothing for what is missing."""
     nodes = _nodes(system)
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)
@@ -41,7 +43,8 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def _nodes(system: System) -> tuple[str, ...]:
-    """Return the device nodes, sorted by number; the runtime numbers the present ones from 0."""
+    """Return the NPUs' device nodes, sorted by number; the runtime numbers those that are present
+    from 0."""
     return tuple(node for node in system.numbered(NODES) if node.removeprefix("/dev/davinci").isdigit())
 
 
@@ -87,7 +90,8 @@ def _library(system: System) -> str | None:
 
 
 def toolkit(system: System) -> str | None:
-    """Return the folder of CANN; None if no folder has its runtime library."""
+    """Return the folder of CANN, by the environment or from the usual places; None if no folder has
+    its runtime library."""
     named = [system.environ.get(name, "") for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
     folders = (folder for folder in (*named, *TOOLKITS) if folder)
     return next((folder for folder in folders if system.exists(f"{folder}/lib64/libascendcl.so")), None)
@@ -128,7 +132,8 @@ def _runtime(system: System) -> Fact:
 
 
 def extension_version(system: System) -> str | None:
-    """Return the version of torch_npu without importing it; None if unknown."""
+    """Return the version of torch_npu without importing it; None if it is not installed, or its
+    version is unknown."""
     found = re.search(r"__version__ = '([^']+)'", system.read("/site-packages/torch_npu/version.py") or "")
     if found or not system.is_this_machine:
         return found.group(1) if found else None
@@ -139,6 +144,6 @@ def extension_version(system: System) -> str | None:
 
 
 def same_release(torch: str, extension: str) -> bool:
-    """Return whether the extension fits torch: it is built for one minor version of torch, which
-    its first two numbers repeat."""
+    """Return whether the extension of version `extension` fits torch of version `torch`: it is
+    built for one minor version of torch, so the first two numbers must be equal."""
     return torch.split(".")[:2] == extension.split(".")[:2]

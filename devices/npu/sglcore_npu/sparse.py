@@ -37,9 +37,10 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Implements `KernelTable.sparse_mqa`, for some tokens at a time. The operator reads the latent
-    and the rotary part from two contiguous tensors, but our entries hold them together, so the
-    selected entries are gathered first."""
+    """Implements `KernelTable.sparse_mqa`: q [T, H, 576] over the rows that chosen int32 [T, W]
+    lists -> [T, H, 512]; only calls that `takes_sparse_mqa` takes. Long lists are handled for some
+    tokens at a time: the operator reads the latent and the rotary part from two contiguous tensors,
+    but our entries hold them together, so the selected entries are gathered first."""
     out = q.new_empty(*q.shape[:2], value_size)
     step = max(1, GATHERED // (chosen.shape[1] * rows.shape[1]))
     for first in range(0, q.shape[0], step):

@@ -16,7 +16,8 @@ import torch
 
 
 def npu() -> Any:
-    """Return `torch.npu`, which exists after torch_npu is imported."""
+    """Return torch's module for the device, `torch.npu`. Raises RuntimeError before torch_npu is
+    imported."""
     return torch.get_device_module("npu")
 
 
@@ -39,8 +40,8 @@ class HostLengths:
     lengths: list[int]
 
     def apply(self, stream: Any) -> None:
-        """Rewrite every task on `stream`, a stream of the extension; returns when the last is
-        queued.
+        """Rewrite every task on `stream`, a stream of the extension, with the new lengths; returns
+        when the last is queued, without waiting for the device.
 
         If a task fails, the events of the rewritten tasks are reset, so that no run of the graph
         passes them, and the exception is raised.
@@ -62,8 +63,8 @@ class HostLengths:
 
 def record(call: dict[str, Any], lengths: list[int]) -> Task:
     """Queue a call on the current stream, which must be capturing, as a task with rewritable
-    lengths. `call`: arguments of the attention operator's `.out` variant without lengths;
-    `lengths`: the number of keys of each request, for the capture only."""
+    lengths, and return the task. `call`: arguments of the attention operator's `.out` variant
+    without lengths; `lengths`: the number of keys of each request, for the capture only."""
     stream = npu().current_stream()
     event = npu().ExternalEvent()
     event.wait(stream)

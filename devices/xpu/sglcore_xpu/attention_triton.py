@@ -10,15 +10,16 @@ from sglcore_xpu.kernels import COMPILER, TRITON, tuning
 
 
 class TritonAttention(PortableAttention):
-    """Decoder attention for every page size and head size, with windows, softcaps and sinks."""
+    """Decoder attention for every page size and head size, with windows, softcaps and sinks: the
+    core's class, which calls `make_tuning` for its launch parameters."""
 
     @classmethod
     def unavailable(cls) -> str:
-        """Return why Triton attention cannot run: no installed Triton compiles for Intel GPUs;
-        otherwise empty."""
+        """Return why Triton attention cannot run, with the remedy: no installed Triton compiles for
+        Intel GPUs. Otherwise empty."""
         missing = triton_gap(COMPILER)
         return f"{missing}; {TRITON}" if missing else ""
 
     def make_tuning(self) -> Tuning:
-        """Return the kernel table's launch parameters."""
+        """Return the launch parameters for the current GPU, the same that the kernel table uses."""
         return tuning(read_capability())

@@ -15,15 +15,17 @@ from sglcore_xpu.capability import Capability, read_capability
 
 
 def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
-    """Read the GPU's capability and record it in the ledger."""
+    """Read the GPU's capability, record it in the ledger and return it. Raises torch's error if
+    there is no such GPU."""
     found = read_capability(device)
     ledger.record(Row("GPU", "auto", str(found), found.evidence, "--device xpu:INDEX chooses another"))
     return found
 
 
 def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """Return the memory budget, as for any accelerator. If the driver does not report free memory,
-    all memory that this process has not reserved counts as free."""
+    """Return the memory budget for the KV cache, as for any accelerator, read after the weights are
+    loaded (`model` is not used otherwise). If the driver does not report free memory, all memory
+    that this process has not reserved counts as free."""
     try:
         return accelerator.device_memory(facts, model)
     except RuntimeError:

@@ -9,9 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The relevant properties of one GPU. `cores`: Xe cores (sub-slices), each with several vector
-    engines; `lanes`: the possible sub-group sizes, ascending; `local_bytes`: shared memory of a
-    work-group; `has_matrix`: it has matrix engines, which use the smallest sub-group size."""
+    """The properties of one GPU that decide how kernels are launched. `name`: the product's name;
+    `cores`: number of Xe cores (sub-slices); `engines`: of vector engines in all cores together;
+    `lanes`: the possible sub-group (warp) sizes, ascending; `most_threads`: the largest work-group;
+    `local_bytes`: shared memory of a work-group; `has_matrix`: it has matrix engines, which use the
+    smallest sub-group size."""
 
     name: str
     cores: int
@@ -26,14 +28,14 @@ class Capability:
 
     @property
     def evidence(self) -> str:
-        """The values that determine launch parameters."""
+        """The values that determine launch parameters, as text for the ledger."""
         matrix = "matrix engines" if self.has_matrix else "no matrix engines"
         return f"{self.engines} vector engines, sub-groups of {' or '.join(map(str, self.lanes))}, {matrix}"
 
 
 def read_capability(device: torch.device | None = None) -> Capability:
-    """Read the capability of a GPU, or of the current one. Raises torch's error if there is
-    none."""
+    """Read the capability of `device`, or of the current GPU (None), from torch. Raises torch's
+    error if there is none."""
     found = torch.xpu.get_device_properties(torch.xpu.current_device() if device is None else device)
     return Capability(
         found.name,

@@ -7,8 +7,9 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Implements `DevicePackage.facts`: streams, graphs and pinned memory; all dtypes of models,
-    which the oldest of these GPUs support too."""
+    """Implements `DevicePackage.facts` for GPU number `index`: streams, graphs and pinned memory,
+    and all dtypes of models, which the oldest of these GPUs support too. The same for every GPU;
+    asks no driver and raises nothing."""
     return Facts(
         tensor_device=f"xpu:{index}",
         index_dtype="int64",

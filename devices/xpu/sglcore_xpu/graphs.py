@@ -11,7 +11,8 @@ from sglcore.runtime.graphs.torch_capture import TorchCapture
 
 
 def make_capture() -> TorchCapture:
-    """Make a capture with torch's graph class for this device."""
+    """Return a new capture that makes graphs with torch's graph class for this device. It captures
+    nothing yet."""
     return TorchCapture(torch.xpu.XPUGraph, torch.xpu.graph_pool_handle, error_mode=None)
 
 

@@ -31,9 +31,9 @@ def kernels() -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """Return how kernels are launched on a GPU of this capability.
+    """Return how Triton kernels are launched on a GPU of this capability.
 
-    A kernel gets two programs for each core. Matrix products use sub-groups of the size that the
+    A kernel gets two programs for each Xe core. Matrix products use sub-groups of the size that the
     matrix engines have; products with many sums get the large register file. A tile of keys takes
     at most a quarter of the local memory.
     """

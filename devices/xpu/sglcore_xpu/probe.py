@@ -29,7 +29,8 @@ MOUNTS = "a container takes --device /dev/dri"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A render node of an Intel GPU. `tiles`: the number of devices that it is for the runtime."""
+    """A render node of an Intel GPU. `driver`: the kernel driver's name ("": unknown); `address`:
+    its PCI address; `tiles`: the number of devices that the runtime makes of it."""
 
     node: str
     driver: str
@@ -43,8 +44,10 @@ class Gpu:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Implements `DevicePackage.probe` for Intel GPUs. Integrated graphics count only if
-    `named`."""
+    """Implements `DevicePackage.probe` for Intel GPUs: report hardware, driver, package and torch
+    build, each with the remedy if it is missing, and the GPUs that this process sees. Integrated
+    graphics count as hardware only if `named` (the user chose this device). Raises nothing for what
+    is missing."""
     gpus = render_nodes(system)
     seen = _visible(system, gpus)
     return ProbeReport(
@@ -58,9 +61,10 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def render_nodes(system: System) -> tuple[Gpu, ...]:
-    """Return the render nodes of Intel GPUs, cards first.
+    """Return the render nodes of Intel GPUs, cards first, integrated graphics last, each in the
+    order of node numbers.
 
-    The runtime hides integrated graphics if there is a card.
+    The runtime hides integrated graphics if there is a card; they are listed here all the same.
     """
     found = (_gpu(system, node) for node in system.numbered(NODES))
     return tuple(sorted((gpu for gpu in found if gpu is not None), key=lambda gpu: gpu.is_graphics))
@@ -81,8 +85,9 @@ def _gpu(system: System, node: str) -> Gpu | None:
 
 
 def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
-    """Return the devices that torch counts: only cards, if there is one. The list is empty if a
-    variable selects devices by numbers that no file contains."""
+    """Return the devices that torch counts, as environment variables select them, and what these
+    hide: only cards, if there is one. The list is empty if a variable selects devices by numbers
+    that no file contains."""
     environ = {name: value for name in (SELECTOR, MASK) if (value := system.environ.get(name))}
     if environ.get(MASK) == "default":
         del environ[MASK]
@@ -100,9 +105,9 @@ def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
 
 
 def selects_none(selector: str) -> bool:
-    """Return whether ONEAPI_DEVICE_SELECTOR with this value leaves no device for torch, which uses
-    Level Zero only. Terms with "!" exclude devices; without other terms they exclude from all
-    devices."""
+    """Return whether ONEAPI_DEVICE_SELECTOR with the value `selector` leaves no device for torch,
+    which uses Level Zero only; False for an empty value. Terms with "!" exclude devices; without
+    other terms they exclude from all devices."""
     terms = [term.strip().lower() for term in selector.split(";") if term.strip()]
     taken = [term for term in terms if not term.startswith("!")]
     away = {term[1:] for term in terms if term.startswith("!")}

@@ -54,8 +54,9 @@ and bfloat16, so a backend must compute them in float32."""
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The content of a case, on the host, made by `draw_contents`: each request's slot, pages, keys
-    and values [length, kv_heads, dim], and this step's queries [T, heads * dim]."""
+    """The content of a case, on the host in float32, made by `draw_contents`. For each request: its
+    (earlier, new) tokens (`rows`), slot, pages, and keys and values [length, kv_heads, dim] of all
+    its tokens; `queries` [T, heads * dim] of this step's tokens."""
 
     rows: Rows
     slots: list[int]
@@ -65,8 +66,8 @@ class Contents:
     queries: Tensor
 
     def new(self, parts: list[Tensor]) -> Tensor:
-        """Return the keys or values of this step's tokens, [T, kv_heads * dim], from `parts`, which
-        is `keys` or `values`."""
+        """Return the keys or values of this step's tokens, [T, kv_heads * dim], from `parts`: this
+        object's `keys` or `values`."""
         return torch.cat([part[before:] for part, (before, _) in zip(parts, self.rows, strict=True)]).flatten(1)
 
 
@@ -83,8 +84,9 @@ class Seen:
 
 
 def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0) -> Contents:
-    """Draw random contents that fit the smallest of several harnesses with one model and page size.
-    `lift` is added to every scaled score; the scores differ as much as without it."""
+    """Return random contents for these rows that fit the smallest of several harnesses with one
+    model and page size; equal seeds and rows give equal ones. Values are exact in bfloat16. `lift`
+    is added to every scaled score; the scores differ as much as without it."""
     harness = min(harnesses, key=lambda item: item.limits.num_pages)
     layer: BackendAttention = harness.started.built["runner"].model.attention_layers[0]
     rng = np.random.default_rng(seed)
@@ -113,7 +115,8 @@ def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0)
 
 
 def without_hidden(contents: Contents) -> Contents:
-    """Write NaN into the KV slots that tree rows do not see, in place; returns the contents."""
+    """Write NaN into those keys and values of the contents that tree rows do not see
+    (`words_of_trees`), in place; return the contents."""
     for word, (before, _), keys, values in zip(
         words_of_trees(len(contents.rows)).tolist(), contents.rows, contents.keys, contents.values, strict=True
     ):
@@ -125,7 +128,8 @@ def without_hidden(contents: Contents) -> Contents:
 
 class Probe:
     """Stands in for a runner's model: a callable from a batch to the output of one attention layer
-    on rows that were given before, under the runner's own plan and context."""
+    on the contents' queries, keys and values, under the runner's own plan and context. `view` is
+    the batch of the last call."""
 
     def __init__(self, layer: BackendAttention, contents: Contents, device: str, dtype: torch.dtype) -> None:
         parts = (contents.queries, contents.new(contents.keys), contents.new(contents.values))
@@ -142,8 +146,8 @@ class Probe:
 
 
 def asking_for(layer: BackendAttention, extra: str, device: str) -> BackendAttention:
-    """Return a copy of the layer that also requests `extra`; an unchanged copy if that is not one
-    of `EXTRAS`."""
+    """Return a copy of the layer that also requests `extra`, "softcap" or "sinks"; an unchanged
+    copy for any other text."""
     changed = copy(layer)
     if extra == "softcap":
         changed.softcap = LIFT / 0.6
@@ -153,7 +157,8 @@ def asking_for(layer: BackendAttention, extra: str, device: str) -> BackendAtten
 
 
 def rebuilt(backend: AttentionBackend, layer: BackendAttention) -> AttentionBackend:
-    """Return a new backend of the same class for a model with this layer's softcap and features."""
+    """Return a new backend of the same class and with the same pools, for a model with this layer's
+    softcap and features. Raises what the class raises if it does not serve them."""
     shape = replace(backend.shape, softcaps=(layer.softcap,), features=backend.shape.features | layer.features)
     parts = backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels, backend.hisparse
     return type(backend)(shape, *parts)
@@ -167,7 +172,7 @@ def attend(
     extra: str = "",
 ) -> Seen:
     """Run one step of attention on a harness, in a pool with NaN in every KV slot that the contents
-    do not fill.
+    do not fill; wait, and return what came out.
 
     `again`: functions of (backend, probe) that run the same step in another way, or return None
     where that is impossible, by what the way is called. `extra` is one of `EXTRAS` or `TREE`,
@@ -201,14 +206,16 @@ def attend(
 
 
 def words_of_trees(rows: int) -> Tensor:
-    """Draw int32[rows]: bit 31 - k says whether a row sees the KV slot k before its own. Bit 31,
-    its own, is always set; the others are set with probability 1/2."""
+    """Return random words int32 [rows], the same for equal `rows`: bit 31 - k says whether a row
+    sees the KV slot k before its own. Bit 31, its own, is always set; the others are set with
+    probability 1/2."""
     generator = torch.Generator(device="cpu").manual_seed(rows)
     return torch.randint(-(1 << 31), 0, (rows,), generator=generator, dtype=torch.int32, device="cpu")
 
 
 def every_cell(harness: Harness) -> Tensor:
-    """Return the indices of all KV slots of a device, in the device's index dtype."""
+    """Return the indices of all KV slots of a device, in the device's index dtype, on the device
+    that its pool reads from."""
     dtype = getattr(torch, harness.facts.index_dtype)
     return torch.arange(harness.pool.num_cells, dtype=dtype, device=harness.cell_device)
 
@@ -223,8 +230,9 @@ def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
 
 
 def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], pool: TokenToKVPool) -> Tensor:
-    """Return the keys or values (`parts`) of a whole pool in float32: the first `lengths[i]` tokens
-    of request i in their KV slots, NaN everywhere else."""
+    """Return the keys or values (`parts`) that a whole pool should hold, float32 [KV slots,
+    kv_heads, dim]: the first `lengths[i]` tokens of request i in their KV slots, NaN everywhere
+    else."""
     host = torch.full((pool.num_cells, *parts[0].shape[1:]), float("nan"), device="cpu")
     for where, part, length in zip(cells_of(contents, pool.page_size), parts, lengths, strict=True):
         host[where[:length]] = part[:length]
@@ -232,8 +240,8 @@ def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], 
 
 
 def schedule_batch(contents: Contents, mode: ForwardMode, page_size: int) -> ScheduleBatch:
-    """Build the step as a scheduler would send it, with every page new to the device; all token ids
-    are 3, because attention does not read them."""
+    """Return the step as a scheduler would send it, with every page new to the device; all token
+    ids are 3, because attention does not read them."""
     before = np.array([before for before, _ in contents.rows], np.int32)
     new = np.array([count for _, count in contents.rows], np.int32)
     zeros = np.zeros(len(new), np.int32)

@@ -37,8 +37,9 @@ WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One call of a kernel entry: its arguments on the host. Cases of one `kind` differ in rows and
-    strides only; one of them is watched to see which candidate computes it, which takes time."""
+    """One call of a kernel entry: `text` describes it, `args` are its arguments on the host. Cases
+    of one `kind` differ in rows and strides only; one of each is watched (`is_watched`) to see
+    which candidate computes it, which takes time."""
 
     text: str
     args: tuple[Any, ...]
@@ -76,8 +77,8 @@ def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> In
 
 
 def _argument(shape: str, drawn: Draw, tokens: int, strided: bool) -> Any:
-    """Draw an argument for a shape such as "T 2I": T is the number of rows, "2I" twice the size
-    that I stands for; with a star at the end, float32."""
+    """Return a random argument for a shape such as "T 2I": T is the number of rows, other letters a
+    fixed size, "2I" twice that; with a star at the end, float32."""
     sizes = [math.prod(_size(part, tokens) for part in re.findall(r"\d+|[A-Z]", size)) for size in shape.split()]
     if not shape.startswith("T"):
         values = drawn.values(*sizes) * (WEIGHT if len(sizes) > 1 else 1)

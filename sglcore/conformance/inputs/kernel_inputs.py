@@ -1,7 +1,8 @@
 """Test inputs for entries of the kernel table that do not accept arbitrary values.
 
-One function for each entry, with the entry's name. It yields argument tuples on the host for
-`tokens` rows, drawn from `drawn`; with `strided`, the rows are slices of wider rows.
+One function for each entry, with the entry's name. It yields tuples of arguments on the host for
+`tokens` rows, drawn from `drawn`; with `strided`, rows are slices of wider rows where the entry has
+such rows.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Inputs = Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A kernel argument that is no host tensor: `make(device)` makes it on the device that uses
-    it."""
+    """A kernel argument that is no host tensor: `make(device)` makes and returns it on the device
+    that uses it, given by torch's name."""
 
     make: Callable[[str], Any]
 
@@ -52,26 +53,28 @@ class Draw:
         self.dtype, self.float8 = dtype, float8
 
     def values(self, *shape: int) -> Tensor:
-        """Draw normal values in this drawer's dtype."""
+        """Return normal values of this shape, in this drawer's dtype."""
         drawn = torch.randn(shape, generator=self._generator, device="cpu")
         return drawn.to(torch.bfloat16).to(self.dtype)
 
     def rows(self, tokens: int, width: int, strided: bool) -> Tensor:
-        """Draw [tokens, width]; with `strided`, as a slice of wider rows."""
+        """Return normal values [tokens, width] in this drawer's dtype; with `strided`, as a slice
+        of rows that are 32 elements wider."""
         return self.values(tokens, width + 32)[:, 16 : 16 + width] if strided else self.values(tokens, width)
 
     def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Draw integers from low to high - 1."""
+        """Return integers of this shape and dtype, from `low` to `high` - 1."""
         return torch.randint(low, high, shape, generator=self._generator, dtype=dtype, device="cpu")
 
     def permutation(self, count: int) -> Tensor:
-        """Return 0..count - 1, shuffled."""
+        """Return the numbers 0 to count - 1, shuffled, int64 [count]."""
         return torch.randperm(count, generator=self._generator, device="cpu")
 
 
 def pack_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments for `KernelTable.pack_linear` and `pack_parts`: rows, a weight, and a bias or
-    None, as `linear` takes them."""
+    """Yield what tests `KernelTable.pack_linear` and `pack_parts`: `tokens` rows drawn from
+    `drawn`, a weight, and a bias or None, as `linear` takes them. `strided`: rows are slices of
+    wider rows."""
     yield drawn.rows(tokens, WIDTH, strided), drawn.values(80, WIDTH) * 0.15, None
     yield drawn.rows(tokens, WIDTH, strided), drawn.values(17, WIDTH) * 0.15, drawn.values(17)
 
@@ -80,13 +83,13 @@ pack_parts = pack_linear
 
 
 def pack_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments for `KernelTable.pack_head`: rows to multiply, a weight, and ids of the
-    weight's rows."""
+    """Yield what tests `KernelTable.pack_head`: `tokens` rows to multiply, a weight, and ids of the
+    weight's rows, drawn from `drawn`. `strided`: rows are slices of wider rows."""
     yield drawn.rows(tokens, WIDTH, strided), drawn.values(29, WIDTH) * 0.15, drawn.ints(0, 29, tokens)
 
 
 def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
-    """Draw [tokens, COLUMNS] integers with a 127 in each 32 columns, in the drawer's dtype:
+    """Return [tokens, COLUMNS] integers with a 127 in each 32 columns, in the drawer's dtype:
     quantising them to 8 bits, by any group, changes nothing."""
     rows = drawn.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
     rows[:, ::32] = 127
@@ -94,8 +97,9 @@ def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
 
 
 def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield rows, a weight and the kind for `KernelTable.quantize_linear`. Each weight is on the
-    quantisation steps; each 32 columns have the lowest and the highest step."""
+    """Yield rows to multiply, a weight and the kind ("int8", then "int4"), for
+    `KernelTable.quantize_linear`. Each weight is on the quantisation steps; each 32 columns have
+    the lowest and the highest step."""
     for kind, low, high in (("int8", -127, 127), ("int4", -8, 7)):
         steps = drawn.ints(low, high + 1, 21, COLUMNS)
         steps[:, ::32], steps[:, 1::32] = low, high
@@ -103,8 +107,8 @@ def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def pack_quantized(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield rows and a quantised weight for `KernelTable.pack_quantized`, with scales and zeros
-    that float16 can represent; the last group may be cut."""
+    """Yield rows to multiply and a quantised weight (a `Built`), for `KernelTable.pack_quantized`,
+    with scales and zeros that float16 can represent; the last group may be cut."""
     for bits, group, has_zeros in ((4, 32, True), (4, 128, False), (8, 64, False), (8, 32, True)):
         groups = -(-COLUMNS // group)
         codes = drawn.ints(0, 1 << bits, 21, COLUMNS, dtype=torch.uint8)
@@ -120,13 +124,14 @@ def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
 
 
 def embedding(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.embedding`: ids, each below the vocabulary."""
+    """Yield tuples of arguments of `KernelTable.embedding`, for `tokens` rows drawn from `drawn`:
+    ids, each below the vocabulary. `strided` has no effect."""
     yield drawn.ints(0, 29, tokens), drawn.values(29, WIDTH)
 
 
 def rotary(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.rotary`: heads rotated whole and in half; strided, q and k
-    are slices of one tensor."""
+    """Yield tuples of arguments of `KernelTable.rotary`, for `tokens` rows drawn from `drawn`:
+    heads rotated whole and in half; with `strided`, q and k are slices of one tensor."""
     for dim in HEAD_DIMS:
         for rotated in (dim, dim // 2):
             angles = torch.arange(40, device="cpu")[:, None] * torch.linspace(0.01, 1, rotated // 2, device="cpu")
@@ -138,8 +143,9 @@ def rotary(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def top_k_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.top_k_routing`. No two logits of a row are equal, so that
-    there is one right order."""
+    """Yield tuples of arguments of `KernelTable.top_k_routing`, for `tokens` rows drawn from
+    `drawn`. No two logits of a row are equal, so that there is one right order. `strided` has no
+    effect."""
     for experts, k, normalize in ((5, 2, True), (16, 4, False), (8, 8, True)):
         ranks = [drawn.permutation(experts) for _ in range(tokens)]
         logits = torch.stack(ranks).to(drawn.dtype) / 2 if ranks else drawn.values(0, experts)
@@ -147,8 +153,9 @@ def top_k_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.sigmoid_routing`: one group, and the best three of four; no
-    two sums of a row are equal."""
+    """Yield tuples of arguments of `KernelTable.sigmoid_routing`, for `tokens` rows drawn from
+    `drawn`: one group, and the best three of four; no two sums of a row are equal. `strided` has no
+    effect."""
     for groups, top_groups, normalize in ((1, 1, True), (4, 3, False)):
         ranks = [drawn.permutation(16) for _ in range(tokens)]
         logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
@@ -156,8 +163,9 @@ def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def group_limited_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.group_limited_routing`: all groups, and the best two of four;
-    no two logits of a row are equal."""
+    """Yield tuples of arguments of `KernelTable.group_limited_routing`, for `tokens` rows drawn
+    from `drawn`: all groups, and the best two of four; no two logits of a row are equal. `strided`
+    has no effect."""
     for groups, top_groups in ((1, 1), (4, 2)):
         ranks = [drawn.permutation(16) for _ in range(tokens)]
         logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
@@ -165,21 +173,24 @@ def group_limited_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sqrtsoftplus_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.sqrtsoftplus_routing`. No two sums of a row are equal, and
-    some of the largest are below zero."""
+    """Yield tuples of arguments of `KernelTable.sqrtsoftplus_routing`, for `tokens` rows drawn from
+    `drawn`. No two sums of a row are equal, and some of the largest are below zero. `strided` has
+    no effect."""
     ranks = [drawn.permutation(16) for _ in range(tokens)]
     logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
     yield logits, torch.linspace(-1.57, -0.81, 16, device="cpu"), 5, 1.5
 
 
 def hash_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.hash_routing`. Each token's experts are distinct."""
+    """Yield tuples of arguments of `KernelTable.hash_routing`, for `tokens` rows drawn from
+    `drawn`. Each token's experts are distinct. `strided`: rows are slices of wider rows."""
     table = torch.stack([drawn.permutation(16)[:5] for _ in range(29)]).int()
     yield drawn.rows(tokens, 16, strided), drawn.ints(0, 29, tokens), table, 1.5
 
 
 def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.moe`. Rows without an expert hold NaN."""
+    """Yield tuples of arguments of `KernelTable.moe`, for `tokens` rows drawn from `drawn`. Rows
+    without an expert hold NaN. `strided` has no effect on them."""
     for experts, k in ((5, 2), (4, 1)):
         hidden, weights = drawn.rows(tokens, WIDTH, strided).clone(), drawn.values(tokens, k).abs()
         chosen = [drawn.permutation(experts)[:k] for _ in range(tokens)]
@@ -190,28 +201,31 @@ def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def relu2_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.relu2_moe`: as `moe`, without gates."""
+    """Yield tuples of arguments of `KernelTable.relu2_moe`, for `tokens` rows drawn from `drawn`:
+    as `moe`, without gates. `strided` has no effect on them."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         yield hidden, weights, ids, w13[:, :32].contiguous(), w2
 
 
 def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.clamped_moe`: as `moe`, with biases, and with a limit that
-    many values exceed."""
+    """Yield tuples of arguments of `KernelTable.clamped_moe`, for `tokens` rows drawn from `drawn`:
+    as `moe`, with biases, and with a limit that many values exceed. `strided` has no effect on
+    them."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         b13, b2 = drawn.values(*w13.shape[:2]), drawn.values(*w2.shape[:2])
         yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
 
 
 def limited_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.limited_moe`: as `moe`, with a limit that many values
-    exceed."""
+    """Yield tuples of arguments of `KernelTable.limited_moe`, for `tokens` rows drawn from `drawn`:
+    as `moe`, with a limit that many values exceed. `strided` has no effect on them."""
     yield *next(moe(drawn, tokens, strided)), 0.7
 
 
 def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.mxfp4_moe`: as `clamped_moe`, of random codes with small
-    exponents, in rows of whole groups of 32."""
+    """Yield tuples of arguments of `KernelTable.mxfp4_moe`, for `tokens` rows drawn from `drawn`:
+    as `clamped_moe`, of random codes with small exponents, in rows of whole groups of 32. `strided`
+    has no effect on them."""
     for narrow, weights, ids, *_ in moe(drawn, tokens, strided):
         hidden = torch.cat((narrow, narrow[:, :16]), dim=1)
         packed: list[torch.Tensor] = []
@@ -223,8 +237,8 @@ def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.store_kv`, with distinct KV slots above 0; strided, keys and
-    values are slices of one tensor."""
+    """Yield tuples of arguments of `KernelTable.store_kv`, for `tokens` rows drawn from `drawn`,
+    with distinct KV slots above 0; with `strided`, keys and values are slices of one tensor."""
     dim = 16
     together = drawn.values(tokens, 2, 2, dim)
     key, value = (
@@ -235,8 +249,9 @@ def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.rotary_and_store`. One padding row names cell 0; the caches'
-    other cells are distinct."""
+    """Yield tuples of arguments of `KernelTable.rotary_and_store`, for `tokens` rows drawn from
+    `drawn`. One padding row names KV slot 0; the other KV slots are distinct. `strided`: rows are
+    slices of wider rows."""
     for q, k, positions, cache, dim in rotary(drawn, tokens, strided):
         cells = drawn.permutation(71)[:tokens] + 1
         cells[tokens // 2 : tokens // 2 + 1] = 0
@@ -245,8 +260,9 @@ def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.norm_rotary_and_store`: as `rotary_and_store`, with the
-    weights of both norms, in float32 for heads that are rotated in part."""
+    """Yield tuples of arguments of `KernelTable.norm_rotary_and_store`, for `tokens` rows drawn
+    from `drawn`: as `rotary_and_store`, with the weights of both norms, in float32 for heads that
+    are rotated in part. `strided`: rows are slices of wider rows."""
     for args in rotary_and_store(drawn, tokens, strided):
         weights = [drawn.values(args[5]) for _ in range(2)]
         if args[4].shape[1] < args[5]:
@@ -255,7 +271,8 @@ def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def cache_locations(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.cache_locations`: pages of one token and of several."""
+    """Yield tuples of arguments of `KernelTable.cache_locations`, for `tokens` rows drawn from
+    `drawn`: pages of one token and of several. `strided` has no effect."""
     for page_size in (1, 3, 16):
         table = drawn.ints(0, 90, 7, 12)
         out = torch.full((tokens,), -7, dtype=torch.int64, device="cpu")
@@ -271,7 +288,8 @@ _REQUESTS: tuple[Mapping[str, Any], ...] = (
 
 
 def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.draw`: every kind of request in one batch."""
+    """Yield tuples of arguments of `KernelTable.draw`, for `tokens` rows drawn from `drawn`: every
+    kind of request in one batch. `strided` has no effect on them."""
     asked = [(SamplingParams(**_REQUESTS[row % len(_REQUESTS)]), 7 * row + 1) for row in range(tokens)]
     rows, places = SamplingBatch.from_params(asked), drawn.ints(1, 99, tokens)
     state, tables = Built(lambda device: make_state(rows, places.to(device))), Built(partial(make_race_tables, VOCAB))
@@ -280,7 +298,8 @@ def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.greedy`: ties, and rows from which no token can be drawn."""
+    """Yield tuples of arguments of `KernelTable.greedy`, for `tokens` rows drawn from `drawn`:
+    ties, and rows from which no token can be drawn. `strided` has no effect on them."""
     logits = drawn.rows(tokens, VOCAB, strided) * 4
     if tokens > 3:
         logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
@@ -321,8 +340,9 @@ def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[T
 
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.causal_conv`: convolutions that reach three tokens back, and
-    two."""
+    """Yield tuples of arguments of `KernelTable.causal_conv`, for at most `tokens` rows drawn from
+    `drawn`: convolutions that reach three tokens back, and two. `strided`: rows are slices of wider
+    rows."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False)):
         for count, size, rows in rows_of_states(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
@@ -330,8 +350,9 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.gated_delta_rule`: fewer query heads than value heads, then
-    the same number of both."""
+    """Yield tuples of arguments of `KernelTable.gated_delta_rule`, for at most `tokens` rows drawn
+    from `drawn`: fewer query heads than value heads, then the same number of both. `strided`: rows
+    are slices of wider rows."""
     for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
         for count, size, rows in rows_of_states(drawn, tokens):
             qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)
@@ -340,8 +361,9 @@ def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.selective_scan`: two groups of heads with a limit that cuts
-    the time step, and one group without a limit."""
+    """Yield tuples of arguments of `KernelTable.selective_scan`, for at most `tokens` rows drawn
+    from `drawn`: two groups of heads with a limit that cuts the time step, and one group without a
+    limit. `strided`: rows are slices of wider rows."""
     for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
         for count, size, rows in rows_of_states(drawn, tokens):
             xbc, dt = (
@@ -354,5 +376,5 @@ def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _wide(drawn: Draw) -> Callable[..., Tensor]:
-    """Return a function that draws float32 values, whatever the model is computed in."""
+    """Return a function that draws float32 values of a given shape, whatever the drawer's dtype."""
     return lambda *shape: drawn.values(*shape).float()

@@ -13,8 +13,9 @@ ENTRIES = PAGES * PER_PAGE
 
 
 def _filled(drawn: Draw, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return held, order, where: each slot holds some entries in some places, used in any order;
-    `where` still names places of entries that are no longer held."""
+    """Return held, order and where, int32 each, for all slots: each slot holds some entries in some
+    of `places` places (held [slots, places], -1: free), used in any order; `where` [slots, entries
+    + 1] still names places of entries that are no longer held."""
     held = torch.full((SLOTS, places), -1, dtype=torch.int32, device="cpu")
     order, where = torch.empty_like(held), drawn.ints(-3, places + 4, SLOTS, ENTRIES + 1)
     for slot in range(SLOTS):
@@ -27,8 +28,9 @@ def _filled(drawn: Draw, places: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.swap_in`: places for exactly the chosen entries, and for
-    more; rows that choose all, a few and no entries; padding."""
+    """Yield tuples of arguments of `KernelTable.swap_in`, for `tokens` rows drawn from `drawn`:
+    places for exactly the chosen entries, and for more; rows that choose all, a few and no entries;
+    padding. `strided` has no effect."""
     for count, places in ((5, 5), (7, 12)):
         slots = (drawn.permutation(SLOTS - 1)[:tokens] + 1).to(torch.int32)
         slots[tokens // 2 : tokens // 2 + 1] = 0
@@ -45,8 +47,9 @@ def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def copy_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.copy_rows`: rows that can be copied in units of four bytes,
-    of two and of one; for each request some of its copies, none and all."""
+    """Yield tuples of arguments of `KernelTable.copy_rows`, for `tokens` rows drawn from `drawn`:
+    rows that can be copied in units of four bytes, of two and of one; for each request some of its
+    copies, none and all. `strided` has no effect."""
     for size, dtype in ((24, None), (5, None), (9, torch.uint8)):
         count = 6
         source = drawn.values(SLOTS, size) if dtype is None else drawn.ints(0, 256, SLOTS, size).to(dtype)

@@ -30,8 +30,10 @@ MOST_TOKENS = 5
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Tokens of requests in pages of `PAGE`. `rows`: (slots, starts, lengths); `table`: the pages
-    of each slot; `pages`: the number of pages. Padding has slot 0, and all its pages are page 0."""
+    """Tokens of requests in pages of `PAGE` rows. `rows`: (slots, starts, lengths) of the requests;
+    `seq_lens`: their tokens so far; `token_slots`, `positions`: slot and position of each token of
+    this step; `table`: the pages of each slot; `pages`: the number of pages. Padding has slot 0,
+    and all its pages are page 0."""
 
     rows: tuple[Tensor, Tensor | None, Tensor | None]
     seq_lens: Tensor
@@ -42,7 +44,8 @@ class Paged:
 
 
 def _paged(drawn: Draw, tokens: int) -> Iterator[Paged]:
-    """Yield one token for each row, then several; most requests have tokens before this step."""
+    """Yield two batches of at most `tokens` tokens: one token for each row, then several; most
+    requests have tokens before this step."""
     for count, size, rows in rows_of_pool(drawn, tokens):
         slots, starts, lengths = rows
         before = drawn.ints(0, 27, len(slots))
@@ -66,14 +69,14 @@ def _cache(rotated: int = ROTATED) -> Tensor:
 
 
 def _codecs(drawn: Draw) -> tuple[tuple[int, RowCodec | None], ...]:
-    """Return (size, codec) of plain rows, and of rows in eight bits. In the second the last group
-    is cut, and a row ends with bytes that align the next row."""
+    """Return (elements or bytes of a row, codec) of plain rows (codec None), and of rows in eight
+    bits. In the second the last group is cut, and a row ends with bytes that align the next row."""
     return (24, None), (44, RowCodec(44, exact=8, group=16, float8=drawn.float8))
 
 
 def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | None) -> Tensor:
-    """Draw a pool [rows, size]; with a codec, the encoded bytes of one. Rows whose index is not in
-    `named` hold NaN."""
+    """Return a random pool [rows, size]; with a codec, the encoded bytes of one. Rows with an index
+    that is not in `named` hold NaN."""
     values = drawn.values(rows, size)
     values = values if codec is None else codec.encode(values)
     nobody = torch.full_like(values, math.nan) if codec is None else codec.unwritten.repeat(rows, 1)
@@ -82,24 +85,26 @@ def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | No
 
 
 def _out_rows(drawn: Draw, tokens: int, rows: int) -> Tensor:
-    """Draw `tokens` distinct pool rows between 1 and `rows` - 1, except that the middle one is row
-    0, as for padding."""
+    """Return `tokens` distinct pool rows between 1 and `rows` - 1, int64 [tokens], except that the
+    middle one is row 0, as for padding."""
     found = drawn.permutation(rows - 1)[:tokens] + 1
     found[tokens // 2 : tokens // 2 + 1] = 0
     return found
 
 
 def rope_tail(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.rope_tail`: forward with a norm, rotated in part; inverse
-    without a norm, rotated whole."""
+    """Yield tuples of arguments of `KernelTable.rope_tail`, for `tokens` rows drawn from `drawn`:
+    forward with a norm, rotated in part; inverse without a norm, rotated whole. `strided`: rows are
+    slices of wider rows."""
     for size, eps, is_inverse in ((24, 1e-6, False), (ROTATED, None, True)):
         heads = drawn.rows(tokens, 3 * size, strided).unflatten(1, (3, size))
         yield heads, drawn.ints(0, POSITIONS, tokens), _cache(), eps, is_inverse
 
 
 def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.norm_rope_store`: a norm of the part that is not rotated, and
-    a norm of the whole row."""
+    """Yield tuples of arguments of `KernelTable.norm_rope_store`, for `tokens` rows drawn from
+    `drawn`: a norm of the part that is not rotated, and a norm of the whole row. `strided`: rows
+    are slices of wider rows."""
     for (size, codec), normed in zip(_codecs(drawn), (16, 44), strict=True):
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
         where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
@@ -107,7 +112,8 @@ def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.index_key_store`: plain rows, and rows in eight bits."""
+    """Yield tuples of arguments of `KernelTable.index_key_store`, for `tokens` rows drawn from
+    `drawn`: plain rows, and rows in eight bits. `strided`: rows are slices of wider rows."""
     for size, codec in _codecs(drawn):
         gain, shift = drawn.values(size).float(), drawn.values(size).float()
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
@@ -116,14 +122,16 @@ def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def window_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.window_rows`: windows within a page, and over several."""
+    """Yield tuples of arguments of `KernelTable.window_rows`, for at most `tokens` rows drawn from
+    `drawn`: windows within a page, and over several. `strided` has no effect."""
     for paged, width in zip(_paged(drawn, tokens), (5, 19), strict=True):
         out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
         yield paged.table, paged.token_slots, paged.positions, width, PAGE, out
 
 
 def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.block_rows`: one block in a page, and several."""
+    """Yield tuples of arguments of `KernelTable.block_rows`, for at most `tokens` rows drawn from
+    `drawn`: one block in a page, and several. `strided` has no effect."""
     for paged, ratio in zip(_paged(drawn, tokens), (PAGE, 4), strict=True):
         width = paged.table.shape[1] * PAGE // ratio
         out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
@@ -131,9 +139,10 @@ def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.compress_plan`: overlapping blocks with states in pages,
-    which may begin after the first page; and separate blocks with states by slot. There is room for
-    more events than occur."""
+    """Yield tuples of arguments of `KernelTable.compress_plan`, for at most `tokens` rows drawn
+    from `drawn`: overlapping blocks with states in pages, which may begin after the first page; and
+    separate blocks with states by slot. There is room for more events than occur. `strided` has no
+    effect."""
     for paged, (ratio, span) in product(_paged(drawn, tokens), ((4, 8), (PAGE, PAGE))):
         slots, starts, lengths = paged.rows
         count = len(paged.positions)
@@ -147,8 +156,9 @@ def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.compress`: blocks that read tokens of this step, rows of the
-    state (of which the call then overwrites a few), and nothing."""
+    """Yield tuples of arguments of `KernelTable.compress`, for `tokens` rows drawn from `drawn`:
+    blocks that read tokens of this step, rows of the state (the call then overwrites a few of
+    them), and nothing. `strided`: rows are slices of wider rows."""
     for ratio, span, size in ((4, 8, 24), (3, 3, 12)):
         state = _pool(drawn, 50, 2 * size, drawn.permutation(25), None).float()
         held = -2 - drawn.ints(0, 25, tokens, span)
@@ -161,8 +171,9 @@ def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.index_logits`: weights of both signs; more columns than any
-    token has rows."""
+    """Yield tuples of arguments of `KernelTable.index_logits`, for at most `tokens` rows drawn from
+    `drawn`: weights of both signs; more columns than any token has rows. `strided`: rows are slices
+    of wider rows."""
     for paged, (size, codec) in zip(_paged(drawn, tokens), _codecs(drawn), strict=True):
         count, lens = len(paged.positions), paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(count, 3 * size, strided).unflatten(1, (3, size))
@@ -171,15 +182,17 @@ def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _held(paged: Paged, lens: Tensor) -> Tensor:
-    """Return the pool rows of the first `lens` positions of every token's request."""
+    """Return the pool rows of the first lens[t] positions of the request of every token t, int64,
+    one after the other."""
     pairs = zip(paged.token_slots.tolist(), lens.tolist(), strict=True)
     found = [paged.table[slot, place // PAGE] * PAGE + place % PAGE for slot, size in pairs for place in range(size)]
     return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.index_top_k`: fewer rows than `k`, and more; no two logits of
-    a token are equal."""
+    """Yield tuples of arguments of `KernelTable.index_top_k`, for at most `tokens` rows drawn from
+    `drawn`: fewer rows than `k`, and more; no two logits of a token are equal. `strided` has no
+    effect."""
     for paged, k in zip(_paged(drawn, tokens), (4, 11), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         ranks = [drawn.permutation(POSITIONS) for _ in lens]
@@ -189,8 +202,9 @@ def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.sparse_mqa`: one list, and two with sinks; some tokens choose
-    nothing. Then the numbers of heads and elements of the published models."""
+    """Yield tuples of arguments of `KernelTable.sparse_mqa`, for at most `tokens` rows drawn from
+    `drawn`: one list, and two with sinks; some tokens choose nothing. Then the numbers of heads and
+    elements of the published models. `strided`: rows are slices of wider rows."""
     for (size, codec), value_size, lists in zip(_codecs(drawn), (16, 44), (1, 2), strict=True):
         yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
     for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
@@ -200,8 +214,8 @@ def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def _attention(
     drawn: Draw, tokens: int, sizes: tuple[int, int, int], lists: int, codec: RowCodec | None, strided: bool
 ) -> tuple[Any, ...]:
-    """Draw the arguments of one call of `sparse_mqa`; `sizes`: heads, elements of a row, elements
-    of a value."""
+    """Return the arguments of one call of `sparse_mqa` for `tokens` tokens; `sizes`: heads,
+    elements of a row, elements of a value; `lists`: 1, or 2 with sinks."""
     heads, size, value_size = sizes
     q = drawn.rows(tokens, heads * size, strided).unflatten(1, (heads, size))
     given: list[Tensor | None] = []
@@ -222,7 +236,8 @@ def _chosen(drawn: Draw, tokens: int, width: int) -> Tensor:
 
 
 def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.paged_mqa`: plain rows, and rows in eight bits."""
+    """Yield tuples of arguments of `KernelTable.paged_mqa`, for at most `tokens` rows drawn from
+    `drawn`: plain rows, and rows in eight bits. `strided`: rows are slices of wider rows."""
     for paged, (size, codec), value_size in zip(_paged(drawn, tokens), _codecs(drawn), (16, 44), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(len(lens), 3 * size, strided).unflatten(1, (3, size))
@@ -231,14 +246,15 @@ def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.grouped_linear`. With `strided`, the weight is a transposed
-    view too."""
+    """Yield tuples of arguments of `KernelTable.grouped_linear`, for `tokens` rows drawn from
+    `drawn`. With `strided`, the weight is a transposed view too."""
     weight = drawn.values(3, 40, 17).transpose(1, 2) if strided else drawn.values(3, 17, 40)
     yield drawn.rows(tokens, 3 * 40, strided).unflatten(1, (3, 40)), weight * 0.15
 
 
 def hc_pre(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.hc_pre`: four streams, and three."""
+    """Yield tuples of arguments of `KernelTable.hc_pre`, for at most `tokens` rows drawn from
+    `drawn`: four streams, and three. `strided`: rows are slices of wider rows."""
     tokens = min(tokens, MOST_TOKENS)
     for streams, iters in ((4, 3), (3, 2)):
         outputs, scale = (2 + streams) * streams, torch.tensor([0.7, 1.1, 1.6], device="cpu")
@@ -251,14 +267,16 @@ def _streams(drawn: Draw, tokens: int, streams: int, strided: bool) -> Tensor:
 
 
 def hc_post(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.hc_post`. The mix of streams is not symmetric."""
+    """Yield tuples of arguments of `KernelTable.hc_post`, for at most `tokens` rows drawn from
+    `drawn`. The mix of streams is not symmetric. `strided`: rows are slices of wider rows."""
     tokens = min(tokens, MOST_TOKENS)
     post, comb = drawn.values(tokens, 4).float(), drawn.values(tokens, 4, 4).float() / 2
     yield drawn.rows(tokens, 24, strided), _streams(drawn, tokens, 4, strided), post, comb
 
 
 def hc_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.hc_head`: four streams."""
+    """Yield tuples of arguments of `KernelTable.hc_head`, for at most `tokens` rows drawn from
+    `drawn`: four streams. `strided`: rows are slices of wider rows."""
     tokens = min(tokens, MOST_TOKENS)
     fn, scale = drawn.values(4, 96).float() * 0.15, torch.tensor([0.8], device="cpu")
     yield _streams(drawn, tokens, 4, strided), fn, drawn.values(4).float(), scale, 1e-6, 1e-2

@@ -19,8 +19,8 @@ RIGHT_OF_FOUR = 3
 
 
 def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield last, lengths, proposals, slots and limits; limits lie before the root, within the run
-    and after it."""
+    """Yield, once, (last, lengths, proposals, slots, limits) for `requests` requests with `width`
+    tokens each; limits lie before the root (the last token), within the run and after it."""
     slots = (drawn.permutation(SLOTS - 1)[:requests] + 1).to(torch.int32)
     lengths = drawn.ints(0, LONGEST, SLOTS)
     limits = lengths[slots.long()] + drawn.ints(-1, width + 2, requests)
@@ -28,8 +28,9 @@ def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ..
 
 
 def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.place_proposals`: runs of one token, of several tokens, and
-    of the largest number of tokens."""
+    """Yield tuples of arguments of `KernelTable.place_proposals`, for `tokens` requests drawn from
+    `drawn`: runs of one token, of several tokens, and of the largest number of tokens. `strided`
+    has no effect."""
     for width in (1, 4, MOST + 1):
         for tables in _tables(drawn, tokens, width):
             for nodes in (None, drawn.ints(1, width + 1, tokens)):
@@ -41,7 +42,8 @@ def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.accept_proposals`, as `place_proposals` leaves them."""
+    """Yield tuples of arguments of `KernelTable.accept_proposals`, for `tokens` requests drawn from
+    `drawn`, as `place_proposals` leaves them. `strided` has no effect."""
     for width in (1, 4, MOST + 1):
         for last, lengths, proposals, slots, limits in _tables(drawn, tokens, width):
             steps = torch.arange(width, dtype=torch.int32)
@@ -55,8 +57,9 @@ def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.tree_walk`: random trees; siblings are different tokens; a
-    node in four is absent or has no KV slot."""
+    """Yield tuples of arguments of `KernelTable.tree_walk`, for `tokens` requests drawn from
+    `drawn`: random trees; siblings are different tokens; a node in four is absent or has no KV
+    slot. `strided` has no effect."""
     for width in (1, 4, MOST + 1):
         for last, lengths, _, slots, limits in _tables(drawn, tokens, width):
             trees, proposals = _trees(drawn)
@@ -88,8 +91,8 @@ def _trees(drawn: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _drawn_of(drawn: Draw, parents: Tensor, proposals: Tensor, width: int) -> Tensor:
-    """Return the drawn tokens int32[B * width]: after most nodes with children, the token of one
-    child."""
+    """Return the drawn tokens int32 [B * width] of trees with parents [B, nodes] and draft tokens
+    `proposals`: after most nodes with children, the token of one child."""
     found = torch.zeros(len(parents), width, dtype=torch.int32, device="cpu")
     for node in range(1, width):
         is_drawn = (drawn.ints(0, 4, len(parents)) < RIGHT_OF_FOUR) & (proposals[:, node - 1] >= 0)
@@ -103,15 +106,17 @@ SHAPES = ((1, 2, 3), (3, 4, 8), (4, 3, 32))
 
 
 def _leaders(drawn: Draw, *sizes: int) -> tuple[Tensor, Tensor]:
-    """Draw tokens and scores, as columns of wider tensors; many scores are equal, some are -inf."""
+    """Return random tokens int32 and scores float32 of the shape `sizes`, as columns of wider
+    tensors; many scores are equal, some are -inf."""
     scores = -drawn.ints(0, 4, *sizes[:-1], sizes[-1] + 2).float()
     scores[drawn.ints(0, 6, *scores.shape) == 0] = -torch.inf
     return drawn.ints(0, LONGEST, *scores.shape)[..., : sizes[-1]], scores[..., : sizes[-1]]
 
 
 def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.tree_expand`: the first depth after the root, and a depth
-    after beams; a few beams have no chance (-inf)."""
+    """Yield tuples of arguments of `KernelTable.tree_expand`, for `tokens` requests drawn from
+    `drawn`: the first depth after the root, and a depth after beams; a few beams have no chance
+    (-inf). `strided` has no effect."""
     for width, depth, _ in SHAPES:
         records, sums, _ = _records(drawn, tokens, width, depth)
         for first, count in ((0, 1), (width, width)):
@@ -127,16 +132,17 @@ def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_build(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.tree_build`: records as the expansion of beams leaves
-    them."""
+    """Yield tuples of arguments of `KernelTable.tree_build`, for `tokens` requests drawn from
+    `drawn`: records as the expansion of beams leaves them. `strided` has no effect."""
     for width, depth, nodes in SHAPES:
         records, sums, depths = _records(drawn, tokens, width, depth)
         yield records, sums, depths, torch.full((3, tokens, nodes - 1), -7, dtype=torch.int32, device="cpu")
 
 
 def _records(drawn: Draw, requests: int, width: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw int32[2, R, M] (tokens, parents), float32[R, M] (scores) and int32[M] (depths) of trees
-    of any form: a record's parent is any record of the depth before."""
+    """Return int32 [2, R, M] (tokens, parents), float32 [R, M] (sums of scores) and int32 [M]
+    (depths) of trees of any form for R = `requests`, with `width` records of depth 1 and width^2 of
+    each later depth: a record's parent is any record of the depth before."""
     numbers, sums, depths = list[Tensor](), list[Tensor](), list[int]()
     for at in range(depth):
         count = width if not at else width**2
@@ -153,7 +159,8 @@ def _records(drawn: Draw, requests: int, width: int, depth: int) -> tuple[Tensor
 
 
 def tree_place(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Yield arguments of `KernelTable.tree_place`: trees of any form, and chains."""
+    """Yield tuples of arguments of `KernelTable.tree_place`, for `tokens` requests drawn from
+    `drawn`: trees of any form, and chains. `strided` has no effect."""
     slots = (drawn.permutation(SLOTS - 1)[:tokens] + 1).to(torch.int32)
     trees, proposals = _trees(drawn)
     own = trees[:, slots.long(), 1:]

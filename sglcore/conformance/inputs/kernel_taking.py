@@ -40,8 +40,8 @@ class Taking:
         self._first = 0
 
     def table_for(self, case: KernelCase, args: Sequence[Any]) -> KernelTable | None:
-        """Return the table in which the first candidate that takes the case with arguments `args`
-        computes the entry; None if none takes it."""
+        """Return the table in which the first candidate that says it takes the case, with arguments
+        `args`, computes the entry; None if none takes it. Raises LawBroken as `_takes` does."""
         call = None if self._entry.name in MAKES else [described_as(arg) for arg in args]
         taking = [place for place in range(len(self._held)) if self._takes(place, case, call)]
         if not taking:
@@ -52,13 +52,15 @@ class Taking:
 
     def refused(self, reason: str) -> None:
         """Note that the candidate of the last `table_for` refused the case after all, with a
-        ConfigError."""
+        ConfigError; `reason` is its text. `check` counts it."""
         self._taken[self._first] -= 1
         self._reasons[self._first] = reason
 
     @contextmanager
     def watched(self, case: KernelCase, table: KernelTable) -> Iterator[None]:
-        """Raise `LawBroken` if the candidate that runs passes the case to a later candidate."""
+        """Context manager around the call of the case on `table`: raises LawBroken at its end if
+        the candidate that ran has passed the case to a later candidate. Only watched cases are
+        observed, and not those of entries in HANDS_ON."""
         own, *behind = table.candidates[self._entry.name]
         others = {code_of(self._entry.reference), *(code_of(each.function) for each in behind)} - {
             code_of(own.function)
@@ -84,14 +86,15 @@ class Taking:
             )
 
     def check(self) -> None:
-        """Raise LawBroken if a candidate refused every case."""
+        """Raise LawBroken if a candidate refused every case. Call it after all cases."""
         for place, reason in self._reasons.items():
             if self._taken[place] <= 0:
                 raise LawBroken(f"{origin_of(self._held[place].function)} takes no case: {reason}")
 
     def _takes(self, place: int, case: KernelCase, call: Sequence[Any] | None) -> bool:
-        """Return whether a candidate says that it takes a case. Raises LawBroken if it said
-        otherwise of another case of the same kind."""
+        """Return whether candidate number `place` says that it takes a case with the arguments
+        `call` (None: it is not asked and takes it). Raises LawBroken if it said otherwise of
+        another case of the same kind."""
         candidate = self._held[place]
         reason = "" if call is None else candidate.takes(*call)
         said, text = self._says.setdefault((place, case.kind), (reason, case.text))
@@ -107,8 +110,8 @@ class Taking:
 
 
 def code_of(kernel: Any) -> CodeType | None:
-    """Return the Python code that a kernel begins with; None if it is not a Python function or an
-    object with one."""
+    """Return the Python code that a kernel begins with, that of the function, of a method or
+    partial, or of an object's `__call__`; None if there is none."""
     kernel = kernel.func if isinstance(kernel, partial) else kernel
     kernel = kernel.__func__ if isinstance(kernel, MethodType) else kernel
     function = kernel if isinstance(kernel, FunctionType) else vars(type(kernel)).get("__call__")

@@ -118,7 +118,9 @@ SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoi
 
 
 def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> Path:
-    """Write `config.json` and `model.safetensors` of a model of `MODELS`; returns the folder."""
+    """Write `config.json` and `model.safetensors` of a model of `MODELS`, for "text" also a
+    tokenizer, and return the folder, which is made if necessary. Equal arguments write equal
+    weights."""
     config = {**_SIZES, "head_dim": head_dim, **MODELS[model]}
     folder.mkdir(parents=True, exist_ok=True)
     if model == "text":
@@ -145,8 +147,8 @@ def _copy_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator, config: Mapping[str, Any]) -> Tensor:
-    """Draw values that are large enough that a wrong weight shows, and small enough that a rounding
-    does not."""
+    """Return random values for the weight `name`, large enough that a wrong weight shows, and small
+    enough that a rounding does not; exact in bfloat16."""
     drawn = torch.randn(shape, generator=generator, device="cpu")
     if "norm" in name:
         adds_one = config["model_type"] == _HYBRID["model_type"] and "linear_attn" not in name

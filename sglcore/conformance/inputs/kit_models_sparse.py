@@ -73,8 +73,8 @@ SPARSE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def sparse_weights(folder: Path, config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw random values for every weight that the model of a folder with this configuration
-    declares."""
+    """Return random values for every weight that the model of a folder with `config.json` declares,
+    by name; `config` is the content of that file."""
     read = read_config(folder)
     weights = Weights(torch.float32, torch.device("meta"))
     model_class(read.architecture)(Build(read, KernelTable(), weights, read.context_length))
@@ -82,8 +82,9 @@ def sparse_weights(folder: Path, config: Mapping[str, Any], generator: torch.Gen
 
 
 def _values(name: str, target: Tensor, generator: torch.Generator, config: Mapping[str, Any]) -> Tensor:
-    """Draw values as large as the terms that they are added to or multiplied with, so that each
-    weight shows in the result; exact in bfloat16."""
+    """Return random values for the weight `name` in the shape of `target`: as large as the terms
+    that they are added to or multiplied with, so that each weight shows in the result; exact in
+    bfloat16. An integer weight gets distinct expert numbers in each row."""
     if not target.is_floating_point():
         experts, (rows, chosen) = config["n_routed_experts"], target.shape
         return torch.stack([torch.randperm(experts, generator=generator, device="cpu")[:chosen] for _ in range(rows)])

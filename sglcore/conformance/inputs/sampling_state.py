@@ -24,10 +24,11 @@ def make_state(
     masks: Masks[Tensor] | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
-    """Make the state of a host batch of B rows, on the device of positions int32[B].
+    """Return the sampling state of a host batch of B rows, on the device of positions int32 [B].
+    Waits for the copy.
 
-    `needs` may be wider than the batch's own, as for a captured graph. Raises ValueError if a
-    penalty lacks its counts.
+    `needs` may be wider than the batch's own (None), as for a captured graph. Raises ValueError if
+    the batch needs penalties and `penalties` is None.
     """
     needs = needs or batch.needs
     if needs.any_penalty and penalties is None:
@@ -39,15 +40,17 @@ def make_state(
 def make_penalties(
     batch: SamplingBatch, history: Tensor, lengths: Tensor, vocab_size: int, all_rows: bool = False
 ) -> PenaltyState:
-    """Make the penalties of a host batch. history int32[R, L] and lengths int32[R] have the rows of
-    batch.penalty_rows(), in order; with all_rows, all rows of the batch."""
+    """Return the penalties of a host batch, with its tokens counted. history int32 [R, L] and
+    lengths int32 [R] have the rows of batch.penalty_rows(), in order; with `all_rows`, all rows of
+    the batch."""
     parts = _upload(penalty_arrays(batch, all_rows), history.device)
     rows = None if all_rows else parts["penalty_rows"].long()
     return count_penalties(place_penalties(parts, rows), history, lengths, vocab_size)
 
 
 def _upload(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
-    """Upload all arrays by one copy. Waits for it."""
+    """Copy all arrays to the device at once and return them as tensors by name. Waits for the
+    copy."""
     values = list(arrays.values())
     starts, total = lay_out(values)
     words = np.zeros(total, np.int32)

@@ -58,9 +58,10 @@ BEYOND = 5
 
 def attention_is_reference(trial: Trial) -> None:
     """Compare one backend in one mode, as the case `backend/mode[/extra]` names them, with the
-    reference: its output, and the KV slots that it writes. Without an extra, and for `window`, at
-    several page sizes; `softcap` and `sinks` in up to two dtypes, with a sliding window if the
-    backend has that; `tree_mask` without one."""
+    reference: its output, and the KV slots that it writes. Raises LawBroken where they differ.
+    Without an extra, and for `window`, at several page sizes; `softcap` and `sinks` in up to two
+    dtypes, with a sliding window if the backend has that; `tree_mask` without one. Raises
+    NotApplicable if the backend does not serve here."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
     extra = asked if asked in (*EXTRAS, TREE) else ""
     features = _facts_of(trial, backend).features
@@ -144,7 +145,8 @@ def _bounded(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | N
 
 
 def _run_planned(backend: Any, probe: Probe, view: ForwardBatch, plan: AttentionPlan) -> Tensor:
-    """Run `probe` on a batch under this plan, with no runner around it; its own `view` stays."""
+    """Return the output of `probe` on a batch under this plan, with no runner around it; the
+    probe's own `view` stays."""
     kept, view = probe.view, replace(view, plan_record=None)
     view.mark_forward_metadata_ready(plan)
     with forward_context(ForwardContext(backend, view, probe.attention_layers)):
@@ -154,8 +156,9 @@ def _run_planned(backend: Any, probe: Probe, view: ForwardBatch, plan: Attention
 
 
 def attention_takes_what_it_says(trial: Trial) -> None:
-    """Check each head size, dtype, page size and layout of a backend's facts at least once, in the
-    smallest number of starts."""
+    """Check each head size, dtype, page size and layout of a backend's facts (the case names it) at
+    least once, in the smallest number of starts. Raises LawBroken if the backend refuses one or
+    computes something else than the reference."""
     facts, layout = _facts_of(trial, trial.case), trial.kit.harness("dense").pool.layout
     kinds = {layout: None, **{name: kind for name, kind in POOL_KINDS.items() if name != layout}}
     layouts = [name for name in kinds if facts.takes_layout(name)]
@@ -204,8 +207,8 @@ def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor,
 
 
 def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
-    """Check that this step's keys and values are in their KV slots, and that no other slot
-    changed."""
+    """Raise LawBroken unless this step's keys and values are in their KV slots and no other slot
+    changed; page 0, for padding, is not checked."""
     pool = harness.pool
     size, lengths = pool.page_size, [before + new for before, new in contents.rows]
     for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
@@ -220,8 +223,8 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
 
 
 def backends(target: Target) -> tuple[str, ...]:
-    """Return the names of the package's attention backends; none if the device is not of the torch
-    runtime."""
+    """Return the names of the package's attention backends, usable here or not; none if the device
+    is not of the torch runtime."""
     return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
 
 
@@ -243,8 +246,9 @@ def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
 
 
 def attention_cases(target: Target) -> tuple[str, ...]:
-    """Return each backend of the runtime in each mode; also with a window, with each of `EXTRAS`
-    and with tree rows, if its facts name them."""
+    """Return the cases `backend/mode[/extra]`: each backend of the package in each mode; also with
+    a window, with each of `EXTRAS` and with tree rows, if the facts of a backend that is usable
+    here name them. Empty if the device is not of the torch runtime."""
     if "torch_runtime" not in target.capabilities():
         return ()
     found: list[str] = []

@@ -40,8 +40,9 @@ BUSY, ROUNDS = 512, 6
 
 
 def computes_in(trial: Trial) -> None:
-    """Run one prompt and two decode steps in the dtype that the case names, and compare with the
-    reference."""
+    """Run one prompt and two decode steps in the dtype that the case names, and compare
+    log-probabilities with the reference. Raises LawBroken where they differ by more than the
+    tolerance."""
     harness = trial.kit.harness("dense", dtype=trial.case)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 3, score_prompts=True))
 
@@ -92,8 +93,8 @@ def integers_are_narrow(trial: Trial) -> None:
 
 
 def copies_are_ordered(trial: Trial) -> None:
-    """Copy in, compute and copy out after slow device work, while the host writes the next values:
-    each result must be that of the values of its own round."""
+    """Copy in, compute and copy out after slow device work, while the host writes the next values.
+    Raises LawBroken if a result is not that of the values of its own round."""
     harness = trial.kit.harness("dense")
     runner = harness.started.built["runner"]
     buffer, block = runner.decode_registry.input_buffer("seq_lens"), runner.decode_registry.block
@@ -120,7 +121,8 @@ def _check_arrived(sent: int, readback: Any) -> None:
 
 def kernels_reach_the_host(trial: Trial) -> None:
     """Copy rows that the host has just written to the device and back with the kernel `copy_rows`,
-    after slow device work: the rows must come back with what was added on the device."""
+    after slow device work. Raises LawBroken unless the rows come back with what was added on the
+    device."""
     harness = trial.kit.harness("dense")
     runner, device = harness.started.built["runner"], harness.facts.tensor_device
     copy_rows = harness.started.built["kernels"].copy_rows
@@ -143,8 +145,9 @@ def kernels_reach_the_host(trial: Trial) -> None:
 
 
 def lengths_are_on_the_host(trial: Trial) -> None:
-    """Check lengths of decode steps and of prompts; a batch without lengths is refused before
-    anything runs."""
+    """Run decode steps and prompts (the case names an attention backend, or is empty). Raises
+    LawBroken if lengths on the host differ from those on the device, or if a batch without them is
+    not refused with ValueError."""
     harness = trial.kit.harness("dense", **({"attention_backend": trial.case} if trial.case else {}))
     for mode, rows in ((ForwardMode.DECODE, ((5, 1), (3, 1))), (ForwardMode.EXTEND, ((0, 4), (2, 3)))):
         _check_mirrors(harness, mode, rows)
@@ -168,13 +171,14 @@ def _check_mirrors(harness: Harness, mode: ForwardMode, rows: Rows) -> None:
 
 
 def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]]:
-    """Return the law's only case on devices with facts that require it, and no case on others."""
+    """Return a function of a device that gives the law's only case if `holds` is True of its facts,
+    and no case otherwise."""
     return lambda target: one_case(target) if holds(target.facts()) else ()
 
 
 def _need_lengths(target: Target) -> tuple[str, ...]:
-    """Return "" if the device needs lengths on the host, then the names of the attention backends
-    that do."""
+    """Return the law's cases: "" if the device needs lengths on the host, then the names of the
+    usable attention backends that do; none if the device is not of the torch runtime."""
     if "torch_runtime" not in target.capabilities():
         return ()
     own = ("",) if target.facts().needs_host_lengths else ()

@@ -46,8 +46,8 @@ def _check(what: str, found: Tensor, wanted: float) -> None:
 
 
 def replay_reads_buffers(trial: Trial) -> None:
-    """Capture a step, then replay it with other values in its input buffer: each replay must use
-    the values that the buffer has then."""
+    """Capture a step, then replay it with other values in its input buffer. Raises LawBroken if a
+    replay does not use the values that the buffer has then."""
     with _mechanism(trial) as (backend, given, made):
         step = backend.capture(lambda: made.copy_(given * 2))
         for value in (1.0, 5.0):
@@ -56,8 +56,8 @@ def replay_reads_buffers(trial: Trial) -> None:
 
 
 def replays_keep_order(trial: Trial) -> None:
-    """Replay two captures that share a buffer in another order than they were captured: each must
-    work on what the replay before it left."""
+    """Replay two captures that share a buffer in another order than they were captured. Raises
+    LawBroken if one does not work on what the replay before it left."""
     with _mechanism(trial) as (backend, total, _):
         steps = [backend.capture(lambda: total.add_(1)), backend.capture(lambda: total.mul_(10))]
         total.zero_()
@@ -67,8 +67,8 @@ def replays_keep_order(trial: Trial) -> None:
 
 
 def errors_leave_graphs_usable(trial: Trial) -> None:
-    """Capture steps that raise, in the first run and in the second: the capture must raise the
-    step's error, and the next capture must work."""
+    """Capture steps that raise, in the first run and in the second. Raises LawBroken if a capture
+    raises something else than the step's error, or if the next capture does not work."""
     with _mechanism(trial) as (backend, total, made):
         for run in range(1, MOST_RUNS + 1):
             try:
@@ -81,7 +81,8 @@ def errors_leave_graphs_usable(trial: Trial) -> None:
 
 
 def _fails_in(run: int, total: Tensor) -> Callable[[], Tensor]:
-    """Return a step that raises LookupError when it is called for the `run`-th time."""
+    """Return a step that adds 1 to `total` and raises LookupError when it is called for the
+    `run`-th time."""
     left = [run]
 
     def step() -> Tensor:
@@ -95,8 +96,9 @@ def _fails_in(run: int, total: Tensor) -> Callable[[], Tensor]:
 
 
 def _check_told(error: Exception, is_recorded: bool) -> None:
-    """Check that a failed capture raises the step's own error. A compiler may raise its own error
-    if that quotes the step's."""
+    """Raise LawBroken unless `error`, raised by a failed capture, is the step's own. Where nothing
+    is recorded (`is_recorded` False), an error that quotes the step's will do, as a compiler raises
+    it."""
     if SAID not in "".join(traceback.format_exception(error)) or (is_recorded and not isinstance(error, LookupError)):
         raise LawBroken(f"the step raised a LookupError, but its capture raised {error!r}") from error
 

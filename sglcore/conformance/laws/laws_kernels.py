@@ -46,8 +46,9 @@ device's facts name."""
 
 
 class Guarded:
-    """A copy of the tensor `host` on the device, with GUARD elements of `pattern` before and after
-    its storage. It keeps its content on the host for the two checks."""
+    """A copy of the tensor `host` on the device, in `tensor`, with the same strides and with GUARD
+    elements of `pattern` before and after its storage. It keeps a copy of the content on the host,
+    so that two checks can tell what a kernel wrote."""
 
     def __init__(self, host: Tensor, device: str, pattern: float) -> None:
         span = _span(host)
@@ -59,12 +60,13 @@ class Guarded:
         self._host = host
 
     def is_unchanged(self) -> bool:
-        """Return whether nothing was written: the tensor, its guards, or the gaps between its
-        rows."""
+        """Return whether nothing was written: not the tensor, its guards, or the gaps between its
+        rows. Waits for the device."""
         return _same_bits(self._whole.cpu(), self._before)
 
     def guards_hold(self) -> bool:
-        """Return whether nothing but the tensor's own elements was written."""
+        """Return whether nothing but the tensor's own elements was written. Waits for the
+        device."""
         now = self._whole.to("cpu", copy=True)
         now.as_strided(self._host.shape, self._host.stride(), GUARD).copy_(
             self._before.as_strided(self._host.shape, self._host.stride(), GUARD)
@@ -73,7 +75,8 @@ class Guarded:
 
 
 def _span(host: Tensor) -> int:
-    """Return the number of elements from a tensor's first to its last, including gaps."""
+    """Return the number of elements from a tensor's first to its last, including gaps; 0 for an
+    empty tensor."""
     if not host.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride(), strict=True))
@@ -85,7 +88,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def kernel_is_reference(trial: Trial) -> None:
     """Check one entry over all its cases: of the preferred kernel table, or for the case
-    `table/entry` of the named one."""
+    `table/entry` of the named one. Raises LawBroken if a case is wrong, NotApplicable if the table
+    has no such entry."""
     name, _, entry = trial.case.rpartition("/")
     harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
     table: KernelTable = harness.started.built["kernels"]
@@ -96,8 +100,9 @@ def kernel_is_reference(trial: Trial) -> None:
 
 def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
     """Compare the entry that the trial's case names with the reference, in the dtypes of these
-    facts. Each case runs on the candidate that a model would get. A case that a candidate says it
-    takes must work; a case that it refuses by a ConfigError is skipped."""
+    facts. Each case runs on the candidate that a model would get. Raises LawBroken for a wrong
+    result, a write to other memory, and for a candidate that refuses every case or misstates what
+    it takes; a single case that a candidate refuses by a ConfigError is skipped."""
     entry = table.declared()[trial.case.rpartition("/")[2]]
     device, cells = facts.tensor_device, getattr(torch, facts.index_dtype)
     taking = Taking(table, entry)
@@ -114,8 +119,8 @@ def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
 
 
 def _named(entry: Entry[Any], args: Sequence[Any]) -> Iterator[tuple[str | None, Any]]:
-    """Pair arguments with their names. Entries that pack weights get other arguments than their
-    own, without names."""
+    """Return pairs of (name of the entry's parameter, argument). Entries that pack weights get
+    other arguments than their own; these have the name None."""
     names = (None,) * len(args) if entry.name in PACKS else entry.parameters
     return zip(names, args, strict=True)
 
@@ -155,8 +160,8 @@ def _built(arg: Any, device: str) -> Any:
 
 
 def _call(table: KernelTable, entry: Entry[Any], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the results of an entry as a tuple. For an entry that packs a weight, these are the
-    results of the entry that reads that weight."""
+    """Return the results of an entry as a tuple, () for None. For an entry that packs a weight,
+    these are the results of the entry that reads that weight."""
     found = _through_packing(table, entry.name, args) if entry.name in PACKS else getattr(table, entry.name)(*args)
     if found is None:
         return ()
@@ -183,9 +188,10 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
 
 
 def _product(table: KernelTable, entry: str, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product with a packed weight, by the `linear` that a model with this weight would
-    use. If the preferred `linear` refuses the weight, another one reads it; that one knows plain
-    weights only, so the packed weight must be plain."""
+    """Return x [T, in] times a packed weight [out, in], by the `linear` that a model with this
+    weight would use. If the preferred `linear` refuses the weight, another one reads it; that one
+    knows plain weights only, so the packed weight must be plain: raises LawBroken if it can not
+    read it."""
     plain = torch.empty(packed.shape, dtype=x.dtype, device="meta")
     linear = choose(table, KernelTable.linear, (x, plain, bias))
     try:
@@ -223,7 +229,8 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
 
 
 def _not_finite(found: Tensor, wanted: Tensor) -> str:
-    """Describe where one of the two is finite and the other is not."""
+    """Return text that says where one of the two is finite and the other is not; empty if
+    nowhere."""
     apart = [(found, wanted, "the device's value"), (wanted, found, "the reference's value")]
     texts = []
     for one, other, what in apart:
@@ -243,8 +250,9 @@ def _computed_in(args: Sequence[Any], result: Tensor) -> str:
 
 
 def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Callable[[int], str]) -> None:
-    """Raise LawBroken for rows that differ by more than this law allows in a dtype; `what` names
-    the first of them."""
+    """Note the error of `found` against `wanted` (rows in the first dimension) in the trial, and
+    raise LawBroken if it is more than this law allows in a dtype; `what` gets the number of the
+    first such row and returns its name."""
     error, bound = relative_error(found, wanted), trial.tolerance(dtype)
     trial.note(error, dtype)
     if not error <= bound:
@@ -265,10 +273,10 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def entries(target: Target) -> tuple[str, ...]:
-    """Return every entry of the device's preferred table, and as `table/entry` those that its other
-    tables replace. All entries if a table can not be made, if a mutant may add one, or if the
-    device has another kind of table. A table that refuses this machine with a ConfigError has
-    none."""
+    """Return the law's cases: every entry of the device's preferred table, and as `table/entry`
+    those that its other tables replace. All entries if a table can not be made, if a mutant may add
+    one, or if the device has another kind of table. A table that refuses this machine with a
+    ConfigError has none."""
     declared = tuple(KernelTable.declared())
     if target.mutant is not None or "torch_runtime" not in target.capabilities():
         return declared

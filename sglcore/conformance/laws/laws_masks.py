@@ -21,8 +21,9 @@ DRAWS = (MappingProxyType({}), MappingProxyType({"temperature": 1.0, "seed": 9, 
 
 
 def masks_hold(trial: Trial) -> None:
-    """Check that masked rows keep to their masks, and that the log-probabilities of all rows are
-    the reference's, with a mask or without."""
+    """Run requests with a grammar's masks together with others. Raises LawBroken if a masked row
+    draws a token that its mask forbids, or if the log-probabilities of any row differ from the
+    reference's; NotApplicable if the worker takes no masks."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_masks:
         raise NotApplicable("this worker takes no masks")
@@ -44,8 +45,9 @@ def masks_hold(trial: Trial) -> None:
 
 
 def changes_hold(trial: Trial) -> None:
-    """Check that what a step adds to logits decides the tokens of its rows, and that the
-    log-probabilities of all rows are the reference's."""
+    """Run requests that add to their logits in each step together with others. Raises LawBroken if
+    such a row draws another token than the raised one, or if the log-probabilities of any row
+    differ from the reference's; NotApplicable if the worker does not change logits."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_changes:
         raise NotApplicable("this worker does not change single logits")

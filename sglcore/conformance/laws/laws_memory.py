@@ -20,7 +20,8 @@ OUTPUTS = 16
 
 
 def aborts_leak_no_page(trial: Trial) -> None:
-    """Abort requests in flight: their pages and slots come back; other requests do not change."""
+    """Abort requests in flight, with overlap and without. Raises LawBroken if a page does not come
+    back, or if the results of any request differ from the reference's."""
     harness = trial.kit.harness("dense")
     for overlap in (False, harness.limits.can_overlap):
         session = harness.session(overlap=overlap, stagger=1, after_step=_abort_some)
@@ -41,7 +42,9 @@ def _abort_some(scheduler: Scheduler, step: int) -> None:
 
 def prefix_hits(trial: Trial) -> None:
     """Run prompts with the prefix of an earlier one, which start on its cached pages and on the
-    state snapshots at its branching points; compare with the reference."""
+    state snapshots at its branching points. Raises LawBroken if results differ from the
+    reference's, or if a request found no cached tokens. Raises NotApplicable if pages are too
+    large, or the device cannot run the case's model."""
     harness = open_case(trial)
     length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
@@ -59,8 +62,9 @@ def prefix_hits(trial: Trial) -> None:
 
 
 def retraction(trial: Trial) -> None:
-    """Let pages run out: the youngest request is preempted and computed again; compare with the
-    reference."""
+    """Let pages run out, so that the youngest request is preempted and computed again. Raises
+    LawBroken if results differ from the reference's, or if nothing was preempted. Raises
+    NotApplicable if pages are too large, or the device cannot run the case's model."""
     harness = open_case(trial)
     size = harness.limits.page_size
     if size > 16:
@@ -72,8 +76,8 @@ def retraction(trial: Trial) -> None:
 
 
 class Spoiler:
-    """Fills free sliding-window pages with NaN, so that a read of a freed page shows in the result.
-    It is a `Drive.after_step`."""
+    """Fills free sliding-window pages with NaN, all at first and then those that become free, so
+    that a read of a freed page shows in the result. It is a `Drive.after_step`."""
 
     def __init__(self, harness: Harness, pool: TokenToKVPool) -> None:
         self._harness, self._pool = harness, pool
@@ -101,7 +105,9 @@ class Spoiler:
 
 def freed_windows_are_free(trial: Trial) -> None:
     """Run requests that outgrow two pages in steps of few tokens, together with others that may get
-    the freed window pages."""
+    the freed window pages. Raises LawBroken if results differ from the reference's, or if no window
+    page was freed. Raises NotApplicable if pages are too large, or the device cannot run the case's
+    model."""
     harness = open_case(trial)
     size = harness.limits.page_size
     lengths = (size + 2, 30, 3, 2 * size)

@@ -63,8 +63,8 @@ print(json.dumps({
 
 
 def refs_resolve(trial: Trial) -> None:
-    """Import everything that the package names. Only the library of an attention backend may be
-    missing here."""
+    """Import everything that the package names. Raises LawBroken if something can not be imported;
+    only an attention backend may fail with ImportError, because its library may be missing here."""
     package = trial.target.package
     for ref in package.refs():
         try:
@@ -77,8 +77,8 @@ def refs_resolve(trial: Trial) -> None:
 
 
 def probe_is_light(trial: Trial) -> None:
-    """Run the probe in a process of its own, and check which modules it imports and which device
-    nodes it opens."""
+    """Run the probe in a process of its own. Raises LawBroken if it imports a module that is
+    neither the standard library's nor its own package's or sglcore's, or opens a device node."""
     seen = _run_probe(trial.target)
     own = {"sglcore", *(module.partition(".")[0] for module in modules(trial.target.package.probe))}
     foreign = sorted(set(seen["modules"]) - own - sys.stdlib_module_names)
@@ -91,7 +91,8 @@ def probe_is_light(trial: Trial) -> None:
 
 def four_facts(trial: Trial) -> None:
     """Probe this machine, and one where nothing is installed, each with the device requested by
-    name and not; check evidence and remedy of each fact."""
+    name and not. Raises LawBroken if a fact has no evidence, if one that does not hold has no
+    remedy, or if hardware is found on the empty machine."""
     seen = _run_probe(trial.target)
     for where, facts in seen["reports"].items():
         for name, fact in facts.items():
@@ -106,8 +107,9 @@ def four_facts(trial: Trial) -> None:
 
 
 def devices_are_listed(trial: Trial) -> None:
-    """Check the devices that the probe lists on this machine, and on one where nothing is
-    installed, each with the device requested by name and not. A list may be empty."""
+    """Probe as `four_facts` does and check the devices that are listed. Raises LawBroken if they
+    are not numbered from 0, lack a name, have 0 bytes of memory, or are listed where no hardware
+    was found. A list may be empty."""
     seen = _run_probe(trial.target)
     for where, devices in seen["devices"].items():
         if devices and not seen["reports"][where]["hardware"]["holds"]:
@@ -123,8 +125,8 @@ def devices_are_listed(trial: Trial) -> None:
 
 
 def facts_of_the_number(trial: Trial) -> None:
-    """Check that the facts of device index 0 and 1 name a tensor device with that index, or with
-    none."""
+    """Raise LawBroken unless the facts of device index 0 and 1 each name a tensor device with that
+    index, or with none."""
     package = trial.target.package
     for index in (0, 1):
         name = resolve(package.facts, package.name)(index).tensor_device
@@ -134,8 +136,9 @@ def facts_of_the_number(trial: Trial) -> None:
 
 
 def _run_probe(target: Target) -> Mapping[str, Any]:
-    """Run the probe in a fresh process; returns what it reports and which modules and device nodes
-    it loads. Raises LawBroken with the probe's traceback if it raises."""
+    """Run the probe in a fresh process, here and on an empty machine, named and not; return its
+    facts (`reports`) and devices by these, and the modules and device nodes that it loaded. Raises
+    LawBroken with the probe's traceback if it raises."""
     with tempfile.TemporaryDirectory() as empty:
         given = {"path": sys.path, "probe": target.package.probe, "empty": empty}
         command = (sys.executable, "-c", _PROBE, json.dumps(given))
@@ -146,8 +149,8 @@ def _run_probe(target: Target) -> Mapping[str, Any]:
 
 
 def imports_touch_no_device(trial: Trial) -> None:
-    """Import the package's references in a process in which torch sees no device (`no_device.py`),
-    and check that its code queries none."""
+    """Import the package's references in a process in which torch sees no device (`no_device.py`).
+    Raises LawBroken if an import fails there, or if the package's code queries the device."""
     target, package = trial.target, trial.target.package
     hides = "torch_runtime" in target.capabilities()
     given = {"path": sys.path, "refs": package.refs(), "facts": package.facts, "hide": hides}
@@ -169,8 +172,8 @@ def imports_touch_no_device(trial: Trial) -> None:
 
 
 def order_checks(trial: Trial) -> None:
-    """Check that each step of the bring-up has its needs met by the given values or by earlier
-    steps, and that one step provides `worker`. Runs no step."""
+    """Raise LawBroken unless each step of the bring-up has its needs met by the given values or by
+    earlier steps, and one step provides `worker`. Runs no step."""
     order = trial.target.order()
     try:
         order.check(GIVEN)
@@ -181,8 +184,9 @@ def order_checks(trial: Trial) -> None:
 
 
 def reversed_order_fails(trial: Trial) -> None:
-    """Move each step of MADE_WITH before the step that it needs: the order's check must name both
-    before any work, because the needs of a step are its parameters."""
+    """Move each step of MADE_WITH before the step that it needs. Raises LawBroken unless the
+    order's check refuses that and names both steps. Runs no step: the needs of a step are its
+    parameters."""
     order = trial.target.order()
     here = {step.provides for step in order.steps}
     for need, name in pairwise(MADE_WITH):
@@ -207,7 +211,8 @@ def _ahead(order: BringUp, name: str, other: str) -> BringUp:
 
 
 def order_is_written_down(trial: Trial) -> None:
-    """Compare the package's `bring_up.txt` with the output of `sglcore devices NAME --bring-up`."""
+    """Raise LawBroken unless the package's `bring_up.txt` is the output of `sglcore devices NAME
+    --bring-up`; NotApplicable if the package's folder is unknown."""
     folder, order = trial.target.folder, trial.target.order()
     if folder is None:
         raise NotApplicable("the package's own files are not installed here")
@@ -227,7 +232,8 @@ def _pairs(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def facts_agree(trial: Trial) -> None:
-    """Check that the facts agree with each other and with what the package offers."""
+    """Raise LawBroken if two calls give different facts, if a fact has a value that is not allowed,
+    or if facts contradict each other or what the package offers."""
     target = trial.target
     facts = target.facts()
     if facts != target.facts():
@@ -257,9 +263,9 @@ def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
 
 
 def _is_device(target: Target, name: str) -> bool:
-    """Return whether torch can parse a device. Torch knows an extension's device only after the
-    extension is loaded, and it need not be installed here; in that case the device must have the
-    package's name."""
+    """Return whether torch can parse the device `name`. Torch knows an extension's device only
+    after the extension is loaded, and it need not be installed here; in that case the device must
+    have the package's name. On another runtime, any text but an empty one."""
     if "torch_runtime" not in target.capabilities():
         return bool(name)
     import torch
@@ -293,8 +299,8 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
 
 
 def api_holds(trial: Trial) -> None:
-    """Check that the API number is the one that this core understands, and that the package's
-    functions can be called as that API says."""
+    """Raise LawBroken unless the API number is the one that this core understands, and the
+    package's functions and attention backends can be called as that API says."""
     package = trial.target.package
     if package.api != API:
         raise LawBroken(f"the package states API {package.api}, this core understands {API}")
@@ -321,8 +327,8 @@ def _binds(what: str, function: Callable[..., object], count: int) -> None:
 
 
 def _implements_attention(name: str, backend: Any) -> None:
-    """Check that a backend has the contract's constructor, and its methods with the contract's
-    parameters."""
+    """Raise LawBroken unless a backend class has the contract's constructor, and its methods with
+    the contract's parameters; `name` is for the message."""
     from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts
 
     if not (inspect.isclass(backend) and issubclass(backend, AttentionBackend)):
@@ -345,8 +351,8 @@ def _implements_attention(name: str, backend: Any) -> None:
 
 
 def _states_sizes(name: str, backend: Any) -> None:
-    """Check that a backend states the sizes that it takes, and that each can occur, so that the kit
-    can choose sizes."""
+    """Raise LawBroken unless a backend's facts state the sizes that it takes, as tuples or None,
+    and each can occur, so that the kit can choose sizes."""
     try:
         sizes = (backend.facts.head_dims, backend.facts.page_sizes, backend.facts.dtypes)
     except AttributeError as error:

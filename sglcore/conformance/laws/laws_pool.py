@@ -24,8 +24,9 @@ STORED = 33
 
 @torch.inference_mode()
 def pool_keeps_cells(trial: Trial) -> None:
-    """Write, then read in another order; store, then read, with every other KV slot unchanged; and
-    keep layers apart."""
+    """Write every KV slot of every layer and read it back; then store some, and read all again.
+    Raises LawBroken if a slot does not hold what was written last, or if the pool has another
+    number of slots than the limits say."""
     harness = trial.kit.harness("dense")
     pool = harness.pool
     cells, generator = every_cell(harness), torch.Generator(device="cpu").manual_seed(3)

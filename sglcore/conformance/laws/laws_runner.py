@@ -39,21 +39,25 @@ equally likely."""
 
 
 def tiny(trial: Trial) -> None:
-    """Run one prompt in one step, then four decode steps, and compare with the reference."""
+    """Run one prompt in one step, then four decode steps. Raises LawBroken where log-probabilities
+    differ from the reference's. Raises NotApplicable if the device cannot run the case's model."""
     harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
 
 
 def chunks_are_whole(trial: Trial) -> None:
-    """Run prompts in chunks of 1, 5 and 8 tokens. What continues a prompt follows from the
-    request's state, also for a chunk of one token."""
+    """Run prompts in chunks of 1, 5 and 8 tokens, where the worker must continue a prompt from the
+    request's state. Raises LawBroken where log-probabilities differ from the reference's. Raises
+    NotApplicable if the device cannot run the case's model."""
     harness = open_case(trial)
     for seed, chunk in ((1, 1), (2, 5), (3, 8)):
         trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
 
 
 def batch_is_singles(trial: Trial) -> None:
-    """Run each request alone, then all together, and compare both with the reference."""
+    """Run each request alone, then all together, and compare both with the reference. Raises
+    LawBroken where log-probabilities differ from the reference's. Raises NotApplicable if the
+    device cannot run the case's model."""
     harness = open_case(trial)
     prompts = random_prompts(4, LENGTHS)
     trial.compare(harness, [harness.run([prompt], 6)[0] for prompt in prompts])
@@ -61,7 +65,8 @@ def batch_is_singles(trial: Trial) -> None:
 
 
 def any_page_layout(trial: Trial) -> None:
-    """Run on pages of the size that the case names, handed out in random order."""
+    """Run on pages of the size that the case (`page=N`) names, handed out in random order. Raises
+    LawBroken where log-probabilities differ from the reference's."""
     with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as harness:
         for seed in (4, 5):
             trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
@@ -69,8 +74,8 @@ def any_page_layout(trial: Trial) -> None:
 
 def joins_and_leaves(trial: Trial) -> None:
     """Run ten prompts, more than there are slots; they join one by one and end at different steps
-    of the run.
-    """
+    of the run. Raises LawBroken where log-probabilities differ from the reference's. Raises
+    NotApplicable if the device cannot run the case's model."""
     harness = open_case(trial)
     for stagger in (1, 3):
         prompts = random_prompts(6, (*LENGTHS, 12, 3, 21, 4, 16))
@@ -78,9 +83,9 @@ def joins_and_leaves(trial: Trial) -> None:
 
 
 def padding_is_inert(trial: Trial) -> None:
-    """Run with input buffers that are overwritten before every step, and compare with the
-    reference. Token 0, which padding rows hold, is NaN in the model, and so is page 0 if the kit
-    has access to it."""
+    """Run with input buffers that are overwritten before every step. Token 0, which padding rows
+    hold, is NaN in the model, and so is page 0 if the kit has access to it. Raises LawBroken where
+    log-probabilities differ from the reference's."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
     graph, _, model = trial.case.partition("/")
     model = f"spoiled-{model}" if model else "spoiled"
@@ -104,7 +109,8 @@ def _spoil_page_zero(harness: Harness) -> None:
 
 def overlap_is_sequential(trial: Trial) -> None:
     """Sample tokens that pass from step to step on the device only, with the next step planned
-    ahead and without."""
+    ahead and without. Raises LawBroken where log-probabilities differ from the reference's or, in
+    float32, tokens between the two runs; NotApplicable if the worker can not overlap."""
     harness = open_case(trial)
     if not harness.limits.can_overlap:
         raise NotApplicable("this worker takes one step at a time")
@@ -118,8 +124,8 @@ def overlap_is_sequential(trial: Trial) -> None:
 
 
 def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequence[Result]) -> None:
-    """Check that both runs have the same tokens. In float32 no rounding can change a draw; in 16
-    bits the batch's shape may decide a close one."""
+    """Raise LawBroken unless both runs have the same tokens. In float32 no rounding can change a
+    draw; in 16 bits the batch's shape may decide a close one, so nothing is checked."""
     if harness.geometry.dtype != "float32":
         return
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -128,8 +134,9 @@ def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequen
 
 
 def replay_is_eager(trial: Trial) -> None:
-    """Run batches that replay every bucket, large after small after large, with prompts in between,
-    and compare with the reference."""
+    """Run batches that replay every bucket of the graph in the case `kind/model[/dtype]`, large
+    after small after large, with prompts in between. Raises LawBroken where log-probabilities
+    differ from the reference's, or if a bucket was not replayed."""
     kind, model, *dtype = trial.case.split("/")
     buckets = BUCKETS if model == "dense" else (4,)
     given = {"dtype": dtype[0]} if dtype else {}
@@ -144,8 +151,8 @@ def replay_is_eager(trial: Trial) -> None:
 
 
 def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
-    """Check that a graph of `kind` ran steps, and that one was replayed at each bucket; otherwise
-    the results prove nothing. Raises LawBroken."""
+    """Raise LawBroken unless a graph of `kind` ran a step, and one was replayed at each of
+    `buckets` (batch sizes); otherwise the results prove nothing."""
     replayed = {path.rpartition(":")[2] for path in harness.recorder.paths if path != "eager"}
     missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]
     if missing:
@@ -155,8 +162,8 @@ def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
 
 
 def sampling_repeats(trial: Trial) -> None:
-    """Check that equal logits give exactly the reference's tokens, and that a seed gives the same
-    tokens again, whatever else is in the batch."""
+    """Raise LawBroken unless equal logits give exactly the reference's tokens, and a seed gives the
+    same tokens again, whatever else is in the batch (the latter in float32 only)."""
     harness = trial.kit.harness("dense")
     prompts = random_prompts(7, LENGTHS)
     flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
@@ -175,8 +182,8 @@ def sampling_repeats(trial: Trial) -> None:
 
 
 def opens_and_closes(trial: Trial) -> None:
-    """Start and close ten times: after the last close the device holds no more than after the
-    third. It counts bytes on the torch runtime, otherwise objects that bring-ups built."""
+    """Start and close the device ten times. Raises LawBroken if more is held after the last close
+    than after the third: bytes on the torch runtime, otherwise objects that bring-ups built."""
     held: list[int] = []
     count = counter(trial.target)
     for _ in range(10):
@@ -192,15 +199,15 @@ def opens_and_closes(trial: Trial) -> None:
 
 def two_runners(trial: Trial) -> None:
     """Run two models in one process, in alternating steps, with different attention backends if
-    there are two."""
+    there are two. Raises LawBroken where log-probabilities differ from the reference's."""
     backends = tuple(trial.target.usable_attention())
     with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
         run_in_turn(trial, one, other)
 
 
 def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
-    """Run the same number of requests on each device, one step of each in turn, and compare the
-    results with the reference."""
+    """Run three requests on each device, one step of each device in turn, and compare the results
+    with the reference. Raises LawBroken where log-probabilities differ from the reference's."""
     sessions = [harness.session(chunk=6) for harness in harnesses]
     for seed, session in enumerate(sessions):
         session.begin(random_prompts(seed, (9, 4, 17)), 8)
@@ -212,8 +219,8 @@ def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
 
 
 def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
-    """Return a setting with a second backend that takes the sizes of the first and serves windows;
-    empty if there is none."""
+    """Return a setting (`attention_backend`) with a second backend that takes the sizes of the
+    first and serves windows; {} if there is none."""
     if "torch_runtime" not in trial.target.capabilities():
         return {}
     first = trial.target.geometry()
@@ -225,13 +232,15 @@ def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
 
 
 def models(*names: str) -> Callable[[Target], tuple[str, ...]]:
-    """Return a function for `Law.cases` that returns these models, and the first of them in the
-    dtypes of `Target.other_dtypes`, as `model/dtype`."""
+    """Return a function for `Law.cases` that returns the names of these models, and the first of
+    them in the dtypes of `Target.other_dtypes`, as `model/dtype`."""
     return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
 
 
 def open_case(trial: Trial) -> Harness:
-    """Return the shared device of a case named by model, or by model and dtype."""
+    """Return the shared device of a case named by model, or by model and dtype, as `model[/dtype]`.
+    Raises NotApplicable if the device does not compute in a dtype that the model needs, or does not
+    keep what the model tests."""
     model, _, dtype = trial.case.partition("/")
     check_computes(trial.target, model)
     harness = trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
@@ -240,7 +249,8 @@ def open_case(trial: Trial) -> Harness:
 
 
 def check_computes(target: Target, *models: str) -> None:
-    """Raise NotApplicable if a model needs a dtype that the device does not compute in."""
+    """Raise NotApplicable if one of these models needs a dtype that the device does not compute
+    in."""
     for dtype in (SETTINGS[model]["dtype"] for model in models if "dtype" in SETTINGS.get(model, ())):
         if dtype not in target.facts().dtypes:
             raise NotApplicable(
@@ -258,15 +268,16 @@ def _check_keeps(harness: Harness) -> None:
 
 
 def tiny_cases(target: Target) -> tuple[str, ...]:
-    """Return each model of CHECKED, and "dense" in the 16-bit dtypes that the facts or the backend
-    prefer."""
+    """Return the law's cases: each model of CHECKED, and `dense/dtype` in the 16-bit dtypes that
+    the facts or the backend prefer."""
     preferred = target.facts().preferred_dtype
     dtypes = dict.fromkeys((*target.other_dtypes(), *((preferred,) if preferred else ())))
     return (*CHECKED, *(f"dense/{dtype}" for dtype in dtypes if dtype != target.geometry().dtype))
 
 
 def page_cases(target: Target) -> tuple[str, ...]:
-    """Return page sizes that the preferred backend takes, up to four of them."""
+    """Return cases `page=N` for the page sizes that the preferred backend takes, up to four of
+    them; some of our own if it takes any."""
     classes = tuple(target.usable_attention().values())
     sizes = (classes[0].facts.page_sizes if classes else None) or (1, 3, 8, 16)
     return tuple(f"page={size}" for size in sizes[:4] if size <= CONTEXT)
@@ -280,14 +291,16 @@ def padding_cases(target: Target) -> tuple[str, ...]:
 
 
 def replay_cases(target: Target) -> tuple[str, ...]:
-    """Return each kind of graph with each model, as `kind/model[/dtype]`."""
+    """Return each kind of graph with each model, as `kind/model[/dtype]`; none for a device without
+    graphs."""
     models = (*CHECKED, *KEPT, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in models)
 
 
 def c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, **more: object) -> Law:
-    """Make a law of C2 that compares log-probabilities; `more`: other fields of Law. Unless `more`
-    says otherwise, it checks the order of work and runs no interpreted kernels."""
+    """Return a law of level C2 that compares log-probabilities; `says`, `check` and `mutants` as in
+    Law, `more`: other fields of it. Unless `more` says otherwise, it checks the order of work and
+    runs no interpreted kernels."""
     given = {"interpreted": frozenset[str](), **more}
     return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **given)  # pyright: ignore[reportArgumentType]
 

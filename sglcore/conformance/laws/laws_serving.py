@@ -25,8 +25,8 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, 
 
 
 def make_engine(trial: Trial, harness: Harness) -> Engine:
-    """Make an engine over a shared device. It is not closed, because that would close the shared
-    device."""
+    """Return an engine with a new scheduler over a shared device. The caller must not close it,
+    because that would close the shared device."""
     harness.recorder.next_scheduler()
     folder = trial.kit.checkpoint("text", harness.geometry.head_dim)
     return Engine(harness.recorder, folder, overlap=harness.limits.can_overlap)
@@ -41,8 +41,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams =
 
 
 def text_streams(trial: Trial) -> None:
-    """Check that joined pieces are the text, that the text is that of its tokens, and that the
-    tokens are the reference's."""
+    """Stream completions of some prompts. Raises LawBroken unless joined pieces are the text of the
+    output, all tokens are there, and tokens and log-probabilities are the reference's."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     reference = make_engine(trial, trial.kit.reference("text", harness.geometry.head_dim))
@@ -61,8 +61,9 @@ def text_streams(trial: Trial) -> None:
 
 
 def compare_completions(trial: Trial, harness: Harness, found: Completion, wanted: Completion) -> None:
-    """Check for equal tokens with equal log-probabilities, up to a position where different tokens
-    are within twice the tolerance on both sides. Raises LawBroken."""
+    """Raise LawBroken unless two completions have equal tokens with log-probabilities that differ
+    by at most the tolerance. Nothing is compared after a position where different tokens are within
+    twice the tolerance on both sides."""
     dtype = harness.geometry.dtype
     bound = trial.tolerance(dtype)
     assert found.logprobs is not None and wanted.logprobs is not None
@@ -80,14 +81,15 @@ def compare_completions(trial: Trial, harness: Harness, found: Completion, wante
 
 
 def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
-    """Return whether both sides list the other's token with a log-probability within `bound` of
-    that of their own token."""
+    """Return whether each side lists the other's token among its best, with a log-probability
+    within `bound` of that of its own token."""
     pairs = ((one, other.token_id), (other, one.token_id))
     return all(abs(dict(mine.top).get(token, -1e9) - mine.logprob) <= bound for mine, token in pairs)
 
 
 def concurrent_is_serial(trial: Trial) -> None:
-    """Run requests one after another, then all at once, and compare their completions."""
+    """Run requests one after another, then all at once. Raises LawBroken where their completions
+    differ (`compare_completions`)."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
@@ -96,7 +98,8 @@ def concurrent_is_serial(trial: Trial) -> None:
 
 
 def bad_requests_hurt_nobody(trial: Trial) -> None:
-    """Send prompts that must be refused and abort a request in mid-flight; other requests must not
+    """Send prompts that must be refused, and abort a request in mid-flight. Raises LawBroken if one
+    is accepted, if the aborted request ends otherwise, or if the completions of other requests
     change."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
@@ -128,8 +131,8 @@ def _refused(engine: Engine, prompt: Prompt) -> None:
 
 
 def stats_are_true(trial: Trial) -> None:
-    """Check that counts after work are those of an idle engine, and that the device really has the
-    pages."""
+    """Raise LawBroken unless, after some work, the counts are those of an idle engine, the pages
+    add up, and the device really has the memory that its limits promise."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     generate(engine, PROMPTS)
@@ -149,14 +152,15 @@ def stats_are_true(trial: Trial) -> None:
 
 
 def _check_cells(harness: Harness) -> None:
-    """Check that the pool has the KV slots that the limits promise."""
+    """Raise LawBroken if the pool has fewer KV slots than the limits promise."""
     cells = harness.started.built["pools"].token_to_kv.num_cells
     if harness.limits.capacity > cells - harness.limits.page_size:
         raise LawBroken(f"the limits promise {harness.limits.capacity} tokens, the pool has {cells} KV slots")
 
 
 def _check_promise(trial: Trial, page_size: int) -> None:
-    """Start with memory for a few pages; the limits must promise no more."""
+    """Start the device with memory for a few pages of this size; raise LawBroken if its limits
+    promise more."""
     geometry = trial.target.geometry()
     cell = LAYERS * 2 * KV_HEADS * geometry.head_dim * DTYPE_BYTES[geometry.dtype]
     pages = CONTEXT // page_size + 2

@@ -13,15 +13,17 @@ from sglcore.step.slice_decisions import INTERLEAVE, PARTITION, PRIORITY
 
 
 def lanes(target: Target) -> tuple[str, ...]:
-    """Return the lanes (`--prompt-lane`) that a device supports for prompt slices: interleaved;
-    with streams also by priority; with a `partition` also on a part of the device."""
+    """Return the law's cases, the lanes (values of `--prompt-lane`) that a device supports for
+    prompt slices: interleaved; with streams also by priority; with a `partition` also on a part of
+    the device."""
     beside = (PRIORITY,) if target.facts().has_streams else ()
     return (INTERLEAVE, *beside) if target.package.partition is None else (INTERLEAVE, *beside, PARTITION)
 
 
 def prompts_by_slices(trial: Trial) -> None:
-    """Run prompts that arrive while others decode, one layer at a time; one shares a prefix with
-    another."""
+    """Run prompts that arrive while others decode, one layer at a time, in the lane that the case
+    names; one shares a prefix with another. Raises LawBroken where log-probabilities differ from
+    the reference's, if the device runs another lane, or if no prompt ran in slices."""
     harness = trial.kit.harness("dense", prompt_slices="1", prompt_lane=trial.case)
     found = harness.started.built["lane"]
     if found.kind != trial.case:

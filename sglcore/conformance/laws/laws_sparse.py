@@ -37,7 +37,8 @@ TOKENS = (16,)
 
 def rows_by_pages(trial: Trial) -> None:
     """Run prompts whole and in chunks that are no multiple of a block, together with others that
-    join later, over pages in any order."""
+    join later, over pages in any order. Raises LawBroken where log-probabilities differ from the
+    reference's. Raises NotApplicable if the device cannot run the case's model."""
     harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(21, LENGTHS), 6, score_prompts=True))
     for chunk, scramble in ((7, 1), (33, 2)):
@@ -46,7 +47,9 @@ def rows_by_pages(trial: Trial) -> None:
 
 
 def slots_and_pages_go_on(trial: Trial) -> None:
-    """Run more requests than slots, one after the other in rows that earlier requests used."""
+    """Run more requests than slots, so that later ones use slots and pages that earlier requests
+    left. Raises LawBroken where log-probabilities differ from the reference's. Raises NotApplicable
+    if the device cannot run the case's model."""
     harness = open_case(trial)
     session = harness.session(stagger=1)
     for seed in (23, 24):
@@ -55,7 +58,9 @@ def slots_and_pages_go_on(trial: Trial) -> None:
 
 def replayed_rows(trial: Trial) -> None:
     """Replay plans that are refreshed in place, for fewer requests than were captured and for the
-    same number, with prompts in between."""
+    same number, with prompts in between; the case is `kind/model`. Raises LawBroken where
+    log-probabilities differ from the reference's, or if nothing was replayed. Raises NotApplicable
+    if the device cannot run the case's model."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     with trial.opened(model, graph=kind, graph_buckets=BUCKETS, graph_token_buckets=TOKENS) as harness:
@@ -65,9 +70,10 @@ def replayed_rows(trial: Trial) -> None:
 
 
 def rows_in_host_memory(trial: Trial) -> None:
-    """Keep only as many cache entries on the device as one token reads, and the rest on the host:
-    prompts in chunks, graph replays if the case names a graph, one request after the other in the
-    same slot."""
+    """Keep only the number of cache entries on the device that one token reads, and the rest on the
+    host (`--hisparse`): prompts in chunks, graph replays if the case names a graph, one request
+    after the other in the same slot. Raises LawBroken where log-probabilities differ from the
+    reference's. Raises NotApplicable if the device cannot run the case's model."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     lengths, count = (3, 26), 3
@@ -80,21 +86,23 @@ def rows_in_host_memory(trial: Trial) -> None:
 
 def runners_in_turn(trial: Trial) -> None:
     """Run both sparse models and a dense one in one process, in alternating steps, each with its
-    own pools, plans and backend."""
+    own pools, plans and backend. Raises LawBroken where log-probabilities differ from the
+    reference's. Raises NotApplicable if the device cannot run one of the models."""
     check_computes(trial.target, *SPARSE_MODELS)
     with trial.opened("latent") as one, trial.opened("compressed") as two, trial.opened("dense") as three:
         run_in_turn(trial, one, two, three)
 
 
 def by_graph(target: Target) -> tuple[str, ...]:
-    """Return each sparse model with each kind of graph, as `kind/model`."""
+    """Return each sparse model with each kind of graph, as `kind/model`; none for a device without
+    graphs."""
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in SPARSE_MODELS)
 
 
 def reached(target: Target) -> tuple[str, ...]:
-    """Return each sparse model without a graph, and with each kind of graph unless the device
-    shares host memory, as `kind/model`. No case on a device that cannot read cache entries in host
-    memory."""
+    """Return each sparse model without a graph, as `off/model`, and with each kind of graph unless
+    the device shares host memory, as `kind/model`. No case on a device that cannot read cache
+    entries in host memory."""
     facts = target.facts()
     if not (facts.reaches_pinned_memory or facts.shares_host_memory):
         return ()
@@ -103,7 +111,7 @@ def reached(target: Target) -> tuple[str, ...]:
 
 
 def by_model(target: Target) -> tuple[str, ...]:
-    """Return the names of the models with sparse attention."""
+    """Return the names of the kit's models with sparse attention, the same for every device."""
     return tuple(SPARSE_MODELS)
 
 

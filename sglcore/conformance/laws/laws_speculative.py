@@ -26,21 +26,23 @@ accepted."""
 
 
 def proposals_change_nothing(trial: Trial) -> None:
-    """Draft by n-grams and compare with the reference: some draft tokens are accepted and some
-    rejected, with the next step planned ahead and not."""
+    """Draft by n-grams, so that some draft tokens are accepted and some rejected, with the next
+    step planned ahead and not; the case names a kind of graph or "off". Raises LawBroken where
+    log-probabilities differ from the reference's, or if all or no draft tokens were accepted."""
     _verify(trial, "dense", (5, 14, 9, 21, 3))
 
 
 def proposals_change_no_rows(trial: Trial) -> None:
-    """Do the same as `proposals_change_nothing` with compressed attention: blocks that end anywhere
-    among verified tokens, and stored tokens that do not fill a block yet."""
+    """Check what `proposals_change_nothing` checks, with compressed attention: blocks that end
+    anywhere among verified tokens, and stored tokens that do not fill a block yet. Raises
+    NotApplicable if the device does not compute in float32."""
     check_computes(trial.target, "compressed")
     _verify(trial, "compressed", (14, 9))
 
 
 def proposals_change_no_states(trial: Trial) -> None:
-    """Do the same as `proposals_change_nothing` with recurrent states, which take in accepted
-    tokens only."""
+    """Check what `proposals_change_nothing` checks, with recurrent states, which must take in
+    accepted tokens only."""
     _verify(trial, "hybrid", (5, 14, 9))
 
 
@@ -57,8 +59,8 @@ def _verify(trial: Trial, model: str, lengths: tuple[int, ...]) -> None:
 
 
 def _check_verified(harness: Harness) -> None:
-    """Check that some draft tokens were accepted and others rejected; otherwise the results prove
-    nothing."""
+    """Raise LawBroken unless some draft tokens were accepted and others rejected; otherwise the
+    results prove nothing."""
     verified = [(result, result.proposed) for _, result in harness.recorder.steps if result.proposed is not None]
     proposed = sum(int(each.sum()) for _, each in verified)
     right = sum(int((np.diff(result.token_offsets) - 1).sum()) for result, _ in verified)
@@ -67,7 +69,8 @@ def _check_verified(harness: Harness) -> None:
 
 
 def _kinds(target: Target) -> tuple[str, ...]:
-    """Return "off", for eager steps, and the kind of graph that the device uses by default."""
+    """Return the law's cases: "off", for eager steps, and the kind of graph that the device uses by
+    default, once if that is "off" too."""
     facts: Facts = target.facts()
     return tuple(dict.fromkeys(("off", facts.graph_kind("auto"))))
 

@@ -12,4 +12,5 @@ except RuntimeError:
 
 
 def kernels() -> None:
-    """The name that the mutant's declaration refers to as a kernel table; never called."""
+    """Do nothing: the name that the mutant's declaration refers to as a kernel table. It is never
+    called; importing this module is the defect."""

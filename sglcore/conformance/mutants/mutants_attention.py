@@ -20,7 +20,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 def shortened(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with `seq_lens`, the KV slots each row sees, one lower but at least 1."""
+    """Return a copy of the batch with `seq_lens`, the number of KV slots that each row sees, one
+    lower but at least 1, on the device and on the host."""
     assert batch.seq_lens_cpu is not None
     return replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=1), seq_lens_cpu=(batch.seq_lens_cpu - 1).clip(min=1))
 
@@ -41,7 +42,8 @@ def one_key_too_few(base: Any) -> type:
 
 
 def with_layer(base: Any, **changes: Any) -> type:
-    """Return a subclass of a backend that attends with `changes` to each layer's attributes."""
+    """Return a subclass of the backend class `base` that attends with `changes` to the attributes
+    of a copy of each layer."""
 
     class WithLayer(base):
         __slots__ = ()
@@ -163,8 +165,8 @@ def believes_bounds(base: Any) -> type:
 
 
 def _as_on_host(batch: ForwardBatch) -> ForwardBatch:
-    """Return a decode batch with the host's lengths on the device; another batch, or one without
-    lengths on the host, as it is."""
+    """Return a decode batch with the host's lengths also on the device; another batch, or one
+    without lengths on the host, is returned as it is."""
     host = batch.seq_lens_cpu
     if host is None or batch.extend_seq_lens_cpu is not None:
         return batch
@@ -174,12 +176,12 @@ def _as_on_host(batch: ForwardBatch) -> ForwardBatch:
 
 
 class HalfScores(ReferenceAttention):
-    """The reference's attention, but scores that it computes itself, for softcap or sinks, are
+    """The reference's attention, but scores that it computes itself (for softcap or sinks) are
     rounded to 16 bits."""
 
     def scores(self, q: Tensor, k: Tensor, layer: Any) -> Tensor:
-        """Return the reference's scores, rounded to the dtype of `q` if that has 16 bits, otherwise
-        to bfloat16."""
+        """Return the reference's scores as float32, but rounded to the dtype of `q` if that has 16
+        bits, otherwise to bfloat16."""
         return super().scores(q, k, layer).to(q.dtype if q.dtype.itemsize == 2 else torch.bfloat16).float()
 
 
@@ -189,7 +191,8 @@ def half_scores(backend: Any) -> Any:
 
 
 class Boasts(ReferenceAttention):
-    """The reference's attention with a dtype in its facts that does not exist."""
+    """The reference's attention with facts that name a dtype that does not exist. Only its
+    declaration is read."""
 
     facts = replace(ReferenceAttention.facts, dtypes=("float32", "banana"))
 
@@ -208,7 +211,8 @@ def powers_of_two(base: Any) -> type:
 
 
 def taken_for_cells(base: Any) -> type:
-    """Return a subclass of a pool that reads its storage as cell-major, whatever its layout is."""
+    """Return a subclass of the pool class `base` that gives its storage out as cell-major (one row
+    for each KV slot), whatever its layout is."""
 
     class TakenForCells(base):
         def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
@@ -230,7 +234,8 @@ def takes_all_for_cells(backend: Any) -> Any:
 
 
 def _without_host_lengths(backend: Any) -> Any:
-    """Return the backend with facts that do not need exact lengths on the host."""
+    """Make the backend's facts say that it does not need exact lengths on the host, in place, and
+    return it."""
     backend.facts = replace(backend.facts, needs_host_lengths=False)
     return backend
 

@@ -21,9 +21,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 def coarse(table: KernelTable) -> KernelTable:
-    """Return the table with norms that keep three bits of every 16-bit result, as on a chip that
-    has no such type.
-    """
+    """Return a table with norms that keep three bits of every 16-bit result, as on a chip that has
+    no such type; wider results stay."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _coarse(table.rms_norm(x, weight, eps))
@@ -43,25 +42,24 @@ def _coarse(x: Tensor) -> Tensor:
 
 
 def widens_ids(table: KernelTable) -> KernelTable:
-    """Return the table with an embedding that gets its ids in 64 bits."""
+    """Return a table with an embedding that converts its ids to 64 bits first."""
     return table.replace(embedding=lambda ids, weight: table.embedding(ids.long(), weight))
 
 
 def sums_wide(runner: Any) -> Any:
-    """Make a runner add in 64 bits when it samples, and return it."""
+    """Make a runner add in 64 bits when it samples with top-p, in place, and return it."""
     runner.is_narrow = False
     return runner
 
 
 def says_narrow(facts: Facts) -> Facts:
-    """Return the facts with indices of 32 bits."""
+    """Return the facts with `index_dtype` "int32"."""
     return replace(facts, index_dtype="int32")
 
 
 def late_copies(runner: Any) -> Any:
-    """Make the decode inputs of a runner late, and return it: each copy to the device has what the
-    host held at the copy before.
-    """
+    """Make the decode inputs of a runner late, in place, and return it: each copy to the device has
+    what the host held at the copy before."""
     before: list[NDArray[Any]] = []
 
     def subclass(base: Any) -> type:
@@ -83,9 +81,8 @@ def late_copies(runner: Any) -> Any:
 
 
 def _batches(change: Change) -> Change:
-    """Return a change of a runner: the host lengths (`seq_lens_cpu`) of each batch that it prepares
-    become `change(batch)`.
-    """
+    """Return a change of a runner, in place: the host lengths (`seq_lens_cpu`) of each batch that
+    it prepares become `change(batch)`."""
 
     def subclass(base: Any) -> type:
         class Staged(base):
@@ -103,8 +100,7 @@ def _batches(change: Change) -> Change:
 
 def reads_lengths(backend: Any) -> Any:
     """Make an attention backend read lengths on the host when it refreshes a plan for a graph
-    replay, and return it.
-    """
+    replay (it fails without them), while its facts say that it does not; in place. Return it."""
 
     backend.facts = replace(backend.facts, needs_host_lengths=False)
 
@@ -122,9 +118,8 @@ def reads_lengths(backend: Any) -> Any:
 
 
 def reads_a_copy(table: KernelTable) -> KernelTable:
-    """Return the table with a `copy_rows` that reads zeros in place of rows in host memory, as if
-    these had not been written yet.
-    """
+    """Return a table with a `copy_rows` that reads zeros in place of rows in host memory, as if
+    these had not been written yet."""
     before: list[Tensor] = []
 
     def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
@@ -140,7 +135,7 @@ class RefusesMixed(Changed):
     """A worker that fails for a step with both prefill and decode requests."""
 
     def change(self, batch: ScheduleBatch) -> None:
-        """Raise RuntimeError for a batch of mode MIXED."""
+        """Raise RuntimeError for a batch of mode MIXED; leave others as they are."""
         if batch.forward_mode is ForwardMode.MIXED:
             raise RuntimeError("this device runs prompts alone")
 

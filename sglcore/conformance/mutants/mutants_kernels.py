@@ -267,9 +267,9 @@ def packs_what_linear_refuses(table: KernelTable) -> KernelTable:
 
 
 def _mutant(entry: str, how: Callable[[Callable[..., Any]], Callable[..., Any] | Limited]) -> Mutant:
-    """Make a mutant of an entry: `how` returns the broken function for the real one, or for the
-    reference's where the table has none. The broken function refuses the same arguments as the real
-    one, unless it is a `Limited`, which says itself what it takes."""
+    """Return a mutant of the entry of this name: `how` returns the broken function for the real
+    one, or for the reference's where the table has none. The broken function refuses the same
+    arguments as the real one, unless it is a `Limited`, which says itself what it takes."""
 
     def change(table: KernelTable) -> KernelTable:
         real, held = getattr(table, entry), table.candidates[entry]

@@ -91,12 +91,13 @@ def first_facts(index: int = 0) -> Facts:
 
 
 class HalfAttention:
-    """A class without the constructor and methods of an attention backend."""
+    """A class without the constructor and methods of an attention backend, declared as one."""
 
 
 def _declares(name: str, says: str, needs: frozenset[str] = frozenset(), **changes: Any) -> Mutant:
-    """Make a mutant with changed fields of the declaration: a dict is added to the field's mapping,
-    any other value replaces the field's."""
+    """Return a mutant with changed fields of the declaration (`changes`, by name): a dict is added
+    to the field's mapping, any other value replaces the field's. `needs`: capabilities that the
+    device needs."""
 
     def planted(package: DevicePackage) -> DevicePackage:
         added = {key: {**getattr(package, key), **new} for key, new in changes.items() if isinstance(new, dict)}
@@ -114,12 +115,13 @@ def _facts(name: str, says: str, **lies: Any) -> Mutant:
 
 
 def worker_first(order: BringUp) -> BringUp:
-    """Return the order with its last step first."""
+    """Return the order of the bring-up with its last step, which makes the worker, first."""
     return BringUp((order.steps[-1], *order.steps[:-1]))
 
 
 def warm_up(config: Any) -> None:
-    """Do nothing: a bring-up step that the package's `bring_up.txt` does not list."""
+    """Do nothing: a step that is added to the bring-up and that the package's `bring_up.txt` does
+    not list."""
 
 
 def _unwritten(order: BringUp) -> BringUp:
@@ -128,7 +130,7 @@ def _unwritten(order: BringUp) -> BringUp:
 
 def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
     """Return a change of an order after which the step `name` does not declare that it needs
-    `need`; an order without this step stays as it is."""
+    `need`; an order without this step stays the same."""
 
     def planted(order: BringUp) -> BringUp:
         return BringUp(

@@ -15,8 +15,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 def pads_nothing(base: Any) -> type:
-    """Return a subclass of a buffer registry in which padding rows keep what an older batch left in
-    them."""
+    """Return a subclass of the buffer registry class `base` in which padding rows keep what an
+    older batch left in them."""
 
     class PadsNothing(base):
         __slots__ = ()
@@ -29,8 +29,8 @@ def pads_nothing(base: Any) -> type:
 
 
 def stages_once(base: Any) -> type:
-    """Return a subclass of a buffer registry that uses the request slots of the first batch for
-    every batch."""
+    """Return a subclass of the buffer registry class `base` that uses the request slots of the
+    first batch for every batch."""
     first: list[Any] = []
 
     class StagesOnce(base):
@@ -47,8 +47,8 @@ def stages_once(base: Any) -> type:
 
 
 def rows_mix(table: KernelTable) -> KernelTable:
-    """Return the table with norms that add 0 times the mean of all rows: NaN in one row reaches the
-    others."""
+    """Return a table with norms that add 0 times the mean of all rows, so that NaN in one row
+    reaches the others."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = table.rms_norm(x, weight, eps)
@@ -62,8 +62,8 @@ def rows_mix(table: KernelTable) -> KernelTable:
 
 
 def sharing() -> Callable[[Any], Any]:
-    """Return a change after which every attention backend reads the pool of the one that was
-    changed last."""
+    """Return a change of attention backends, in place, after which each of them reads the KV pool
+    of the one that was changed last."""
     latest: list[Any] = []
 
     def subclass(base: Any) -> type:
@@ -84,7 +84,8 @@ def sharing() -> Callable[[Any], Any]:
 
 
 def broken_registries(subclass: Callable[[Any], type]) -> Callable[[Any], Any]:
-    """Return a change that puts `subclass` in place of both registries of a runner."""
+    """Return a change of a runner, in place, that makes both its buffer registries instances of
+    `subclass(their class)`."""
 
     def change(runner: Any) -> Any:
         for registry in (runner.decode_registry, runner.prefill_registry):

@@ -30,7 +30,7 @@ def hands_on_half(slices: Any) -> Any:
 
 
 def refuses_all(device: torch.device) -> Any:
-    """Raise ConfigError: a `partition` of a package that gives no stream for any device."""
+    """Raise ConfigError always: a package's `partition` that gives no stream for any device."""
     raise ConfigError(f"{device} cannot be divided")
 
 

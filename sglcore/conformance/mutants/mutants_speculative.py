@@ -17,7 +17,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 def by_slot(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with every row as long as the longest row of its slot."""
+    """Return a copy of the batch with every row as long as the longest row of its request slot; on
+    the host, as the longest of all."""
     slots, lengths = batch.req_pool_indices, batch.seq_lens
     is_same = slots[:, None] == slots[None, :]
     longest = (lengths[None, :] * is_same).amax(1).to(lengths.dtype)

@@ -16,35 +16,35 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Changed:
-    """A worker that passes every call on to `worker`, but changes its batches or results; the
-    subclasses below say how."""
+    """A worker that passes every call on to `worker`, but changes its batches (`change`) or results
+    (`changed`); the subclasses say how."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
 
     @property
     def limits(self) -> Limits:
-        """Limits of the worker."""
+        """Limits of the wrapped worker."""
         return self.worker.limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Apply `change` to the batch and start the step."""
+        """Apply `change` to the batch, in place, and start the step on the wrapped worker."""
         self.change(batch)
         return self.worker.submit(batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step; returns `changed` of its result."""
+        """Wait for a step of the wrapped worker; return `changed` of its result."""
         return self.changed(self.worker.collect(ticket))
 
     def close(self) -> None:
-        """Close the worker."""
+        """Close the wrapped worker."""
         self.worker.close()
 
     def change(self, batch: ScheduleBatch) -> None:
-        """Change a batch in place; does nothing here."""
+        """Change a batch in place before it is submitted; does nothing here."""
 
     def changed(self, result: BatchResult) -> BatchResult:
-        """Return a changed copy of a result, or the result itself."""
+        """Return a changed copy of a collected result; here, the result itself."""
         return result
 
 
@@ -271,7 +271,8 @@ class Overstates(Changed):
 
 
 def hoarding() -> Callable[[ModelWorker], ModelWorker]:
-    """Return a change after which no worker is closed, and all stay alive."""
+    """Return a class of workers that wrap a worker and, when they are closed, keep it alive instead
+    of closing it."""
     kept: list[ModelWorker] = []
 
     class Hoarded(Changed):

@@ -9,5 +9,6 @@ from sglcore_sim import cuda_bindings
 
 
 def plant(sim: Any) -> None:
-    """Make torch look like a build for CUDA 12.8."""
+    """Make torch in this process look like a build for CUDA 12.8, over the simulator `sim`. There
+    is no way back."""
     cuda_bindings.plant(sim, cuda="12.8")

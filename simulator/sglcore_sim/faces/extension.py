@@ -65,8 +65,8 @@ class Stream(module.StreamBinding):
 
 
 class Capturing:
-    """A context in which the graph `made` captures the given stream; without one, a new stream that
-    all such contexts share."""
+    """A context in which the graph `made` captures the given stream, which is current inside; None:
+    a stream that all such contexts share. The host waits for the device first."""
 
     default_capture_stream = None
 
@@ -90,8 +90,8 @@ class Capturing:
 
 
 def streams(stream_class: Any) -> dict[str, Any]:
-    """Return this stream class, its event class, and the functions that get and set the current
-    stream."""
+    """Return, by name, this stream class, its event class, the stream context, and the functions
+    that get and set the current stream."""
 
     def current_stream(device=None):
         found = accelerator.current_stream(module.index_of(device))
@@ -115,7 +115,8 @@ def stream(stream):
 
 
 def answers(sim: Any) -> dict[str, Any]:
-    """Return the functions that ask the simulator: graph pools, captures, the number of devices."""
+    """Return, by name, the functions that ask the simulator: `graph_pool_handle`,
+    `is_current_stream_capturing` and `device_count`."""
 
     def graph_pool_handle():
         return sim.core.new_pool()

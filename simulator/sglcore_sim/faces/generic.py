@@ -14,7 +14,8 @@ from sglcore_sim.faces import module
 
 
 def plant(sim: Any) -> None:
-    """Register `torch.<name>`; graphs are `torch.accelerator.Graph`."""
+    """Register the module `torch.NAME` for the kind's device type, with what torch.accelerator can
+    serve; it has no graph class, so graphs are `torch.accelerator.Graph`."""
     accelerator = torch.accelerator
     made = ModuleType(f"torch.{sim.kind.torch_name}")
     vars(made).update(

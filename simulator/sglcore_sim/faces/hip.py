@@ -9,6 +9,7 @@ from sglcore_sim import cuda_bindings
 
 
 def plant(sim: Any) -> None:
-    """Make torch look like a build for ROCm 6.4."""
+    """Make torch in this process look like a build for ROCm 6.4, over the simulator `sim`. There is
+    no way back."""
     sim.core.claim_rocm()
     cuda_bindings.plant(sim, hip="6.4.43482")

@@ -17,16 +17,17 @@ from sglcore_sim.faces import module
 
 
 class StreamBinding(module.StreamBinding):
-    """The base of torch's own stream classes."""
+    """The base of torch's own stream classes, as `torch._C` has it."""
 
     @property
     def priority(self) -> int:
-        """The priority, which is the same for all simulated streams."""
+        """The priority, 0 for all simulated streams, whatever was requested."""
         return 0
 
 
 class GraphBinding(module.GraphBinding):
-    """The base of torch's own graph classes."""
+    """The base of torch's own graph classes, as `torch._C` has it; `keep_graph` and debug calls
+    have no effect."""
 
     def __new__(cls, keep_graph: bool = False) -> Any:
         return super().__new__(cls)
@@ -42,8 +43,8 @@ class GraphBinding(module.GraphBinding):
 
 
 def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
-    """Return memory statistics in torch's nested format; numbers that the simulator does not track
-    are 0."""
+    """Return memory statistics of a device in torch's nested format, as `native` (the simulator's
+    core) counts them; numbers that it does not track are 0."""
     numbers = native.memory(device)
 
     def stat(current: int, peak: int) -> dict[str, dict[str, int]]:
@@ -67,8 +68,9 @@ def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
 
 
 def bindings(sim: Any, prefix: str) -> dict[str, Any]:
-    """Return the names and values that `torch._C` has for every device type of torch's own.
-    `prefix`: the type's prefix, such as "cuda"."""
+    """Return the names that `torch._C` has for every device type of torch's own, with the
+    simulator's functions. `prefix`: the type's prefix, such as "cuda": names begin with `_cuda_`.
+    Adds nothing itself."""
     native, devices = sim.core, range(sim.devices)
 
     @cache
@@ -123,9 +125,9 @@ def bindings(sim: Any, prefix: str) -> dict[str, Any]:
 
 
 def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
-    """Add the values to `torch._C` and reload these modules of torch's package. Then update the
-    names that the package re-exports from them, its functions that change the device, and its
-    default generators."""
+    """Add the values to `torch._C` by name, and reload these modules of `package` (such as
+    torch.cuda). Then update the names that the package re-exports from them, its functions that
+    change the device, and its default generators."""
     for name, value in values.items():
         setattr(torch._C, name, value)  # foreign: names of a build for the device
     for name in modules:
@@ -145,8 +147,8 @@ def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
 
 
 def plant_storages(device_type: str) -> None:
-    """Patch `torch.UntypedStorage(bytes, device=...)` to work for a device type of torch's own that
-    this build lacks."""
+    """Patch torch so that `torch.UntypedStorage(bytes, device=...)` works for a device type of
+    torch's own that this build lacks. Other devices are served as before."""
     original = torch.UntypedStorage.__new__
 
     def construct(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:

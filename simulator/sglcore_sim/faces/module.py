@@ -14,8 +14,8 @@ MODES = ("global", "thread_local", "relaxed")
 
 
 class StreamBinding(torch.Stream):
-    """The base of a vendor's Python stream class, as its C extension provides it: an existing
-    stream by its ids, or a new stream on the current device."""
+    """The base of a vendor's Python stream class, as its C extension provides it. Making one with
+    ids refers to an existing stream; without ids it makes a new stream on the current device."""
 
     def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0) -> Any:
         if stream_id or device_index or device_type:
@@ -24,8 +24,8 @@ class StreamBinding(torch.Stream):
 
     @property
     def address(self) -> int:
-        """The native handle for a launch, under a different name at each vendor; 0 for the default
-        stream."""
+        """The native handle for a launch, which each vendor's class has under another name; 0 for
+        the default stream."""
         return self.native_handle or 0  # pyright: ignore[reportAttributeAccessIssue]
 
     def __hash__(self) -> int:
@@ -34,7 +34,8 @@ class StreamBinding(torch.Stream):
 
 
 class EventBinding(torch.Event):
-    """The base of a vendor's Python event class, as its C extension provides it."""
+    """The base of a vendor's Python event class, as its C extension provides it. Raises
+    RuntimeError for an interprocess event."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
         if interprocess:
@@ -43,13 +44,14 @@ class EventBinding(torch.Event):
 
     @property
     def address(self) -> int:
-        """The native handle, under a different name at each vendor; 0 until it is recorded."""
+        """The native handle, which each vendor's class has under another name; 0 until it is
+        recorded."""
         return self.event_id or 0
 
 
 class GraphBinding:
-    """A graph over a graph of the `native` core, which `bound` sets; the vendor's `capture_begin`
-    calls `begin`."""
+    """A vendor's Python graph class over a graph of the `native` core, which `bound` sets; the
+    vendor's `capture_begin` calls `begin`. Other methods do what their names say."""
 
     native: ClassVar[ModuleType]
     core: Any
@@ -59,7 +61,8 @@ class GraphBinding:
 
     def begin(self, pool: tuple[int, int] | None, capture_error_mode: str = MODES[0]) -> None:
         """Start to capture the current stream; the graph's memory comes from `pool`, or from a new
-        pool."""
+        pool if that is None. Raises RuntimeError for an unknown error mode; the mode has no other
+        effect."""
         if capture_error_mode not in MODES:
             raise RuntimeError(f"found capture error mode {capture_error_mode!r}, wanted one of {', '.join(MODES)}")
         self.core.begin(tuple(pool) if pool else (0, 0))
@@ -82,8 +85,8 @@ class GraphBinding:
 
 
 class Device:
-    """A context in which another device is current; None, a device without an index or a negative
-    index changes nothing."""
+    """A context in which another device is current; the previous one is current again afterwards.
+    None, a device without an index or a negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         self.idx = index_of(device, -1)
@@ -100,7 +103,7 @@ class Device:
 
 
 class StreamContext:
-    """A context in which a stream is current; None changes nothing."""
+    """A context in which a stream, and its device, is current; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -125,22 +128,24 @@ def index_of(device: Any, default: int | None = None) -> int:
 
 
 def bound(cls: type, **fields: Any) -> Any:
-    """Make a subclass of the same name with these fields, such as the simulator's core."""
+    """Return a subclass of `cls`, of the same name, with these class attributes, such as the
+    simulator's core."""
     return type(cls)(cls.__name__, (cls,), fields)
 
 
 def named(*functions: Callable[..., Any]) -> dict[str, Any]:
-    """Return the functions by their names."""
+    """Return the functions by their `__name__`."""
     return {function.__name__: function for function in functions}
 
 
 def properties_of(sim: Any, fields: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the vendor's device properties: the chip's, with the simulated memory size."""
+    """Return the vendor's device properties as an object: the chip's (`fields`, by name), with the
+    simulated memory size as `total_memory`."""
     return SimpleNamespace(**{**fields, "total_memory": sim.memory})
 
 
 def torch_names(sim: Any) -> dict[str, Any]:
-    """Return the names that torch itself requires of a device's module."""
+    """Return, by name, the functions that torch itself requires of a device's module."""
     return {
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,

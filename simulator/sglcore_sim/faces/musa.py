@@ -50,7 +50,7 @@ def synchronize(device=None):
 
 
 def devices(sim: Any) -> dict[str, Any]:
-    """Return the functions about devices and their properties."""
+    """Return, by name, the functions about devices and their properties, for this simulator."""
     properties = module.properties_of(sim, sim.kind.properties)
 
     def get_device_name(device=None):
@@ -70,7 +70,8 @@ def devices(sim: Any) -> dict[str, Any]:
 
 
 def plant(sim: Any) -> None:
-    """Make `import torch_musa` return the face, and register `torch.musa`."""
+    """Make `import torch_musa` in this process return the simulated module, and register it as
+    `torch.musa`."""
     names = {
         **module.torch_names(sim),
         **extension.CALLS,

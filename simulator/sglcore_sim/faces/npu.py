@@ -111,7 +111,8 @@ class graph(extension.Capturing):
 
 
 def graphs(sim: Any, tasks: Tasks) -> dict[str, Any]:
-    """Return graphs, and the functions for task groups: captured calls that the host rewrites."""
+    """Return, by name, the graph classes, and the functions for task groups (captured calls that
+    the host rewrites), over `tasks`."""
 
     def graph_task_group_begin(stream):
         tasks.begin_group(stream)
@@ -147,7 +148,7 @@ def get_device_capability(device=None):
 
 
 def devices(sim: Any, tasks: Tasks) -> dict[str, Any]:
-    """Return the functions about devices and their properties."""
+    """Return, by name, the functions about devices and their properties, for this simulator."""
     properties = module.properties_of(sim, sim.kind.properties)
 
     def synchronize(device=None):
@@ -172,8 +173,8 @@ def devices(sim: Any, tasks: Tasks) -> dict[str, Any]:
 
 
 def plant(sim: Any) -> None:
-    """Make `import torch_npu` return the face with the registered operators, and register
-    `torch.npu`."""
+    """Make `import torch_npu` in this process return the simulated module with the registered
+    operators, and register `torch.npu`. The operators must be registered first."""
     tasks = Tasks(sim)
     event = module.bound(Event, tasks=tasks)
     npu = ModuleType("torch_npu.npu")

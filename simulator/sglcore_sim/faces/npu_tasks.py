@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(slots=True)
 class Call:
-    """One operator of a group, with the arguments that its next replay uses."""
+    """One operator of a captured group, with the arguments that its next replay uses."""
 
     func: Any
     args: tuple[Any, ...]
@@ -32,8 +32,9 @@ class Call:
 
 @dataclass(slots=True)
 class Handle:
-    """The driver's handle of a captured group. `marker` stands for the driver's memory of its
-    arguments."""
+    """What the driver's handle of a captured group stands for: `calls`, its operators in order.
+    `marker`, on the device, stands for the driver's memory of their arguments, so that unordered
+    updates are noticed as races."""
 
     marker: torch.Tensor
     calls: list[Call] = field(default_factory=list)
@@ -52,8 +53,8 @@ class Waiting:
 
 
 class Recording(TorchDispatchMode):
-    """Captures the vendor's operators in a group as nodes that read their arguments at every
-    replay."""
+    """A torch dispatch mode that captures the vendor's operators as nodes of the group `handle`,
+    which read their arguments at every replay."""
 
     def __init__(self, sim: Any, handle: Handle) -> None:
         super().__init__()
@@ -61,7 +62,8 @@ class Recording(TorchDispatchMode):
         self.handle = handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Capture an operator of the vendor; torch's own operators are captured as usual."""
+        """Capture an operator of the vendor and return its `out`; torch's own operators are
+        captured as usual. Raises NotImplementedError for an operator without `out`."""
         if func.namespace != "npu":
             return func(*args, **(kwargs or {}))
         call = Call(func, args, dict(kwargs or {}))
@@ -79,8 +81,8 @@ class Recording(TorchDispatchMode):
 
 
 class Rewriting(TorchDispatchMode):
-    """Stores the arguments of called operators as the group's new arguments, in order, without
-    running the operators."""
+    """A torch dispatch mode that stores the arguments of the vendor's operators as the new
+    arguments of the group `handle`, in order, without running the operators."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()
@@ -88,8 +90,8 @@ class Rewriting(TorchDispatchMode):
         self.taken = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take the arguments of the group's next operator. Raises RuntimeError for another
-        operator."""
+        """Take the arguments for the group's next operator and return its `out`; torch's own
+        operators run as usual. Raises RuntimeError for an operator that is not the group's next."""
         if func.namespace != "npu":
             return func(*args, **(kwargs or {}))
         if self.taken >= len(self.handle.calls) or self.handle.calls[self.taken].func is not func:
@@ -103,7 +105,8 @@ class Rewriting(TorchDispatchMode):
 
 
 class Tasks:
-    """The groups being captured or rewritten, and the replays that wait for the host."""
+    """The task groups that are being captured or rewritten, and the replays that wait for the host
+    (`waiting`). `capturing`: the graph that is being captured, or None."""
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim
@@ -126,7 +129,8 @@ class Tasks:
         self._recording.append(recording)
 
     def end_group(self, stream: torch.Stream) -> Handle:
-        """End the group and return its handle."""
+        """End the group that was started last and return its handle. Raises RuntimeError if there
+        is none."""
         if not self._recording:
             raise RuntimeError("graph_task_group_end without graph_task_group_begin")
         recording = self._recording.pop()
@@ -141,9 +145,9 @@ class Tasks:
         self._rewriting.append(rewriting)
 
     def end_update(self, stream: torch.Stream) -> None:
-        """End the update and queue it on the stream. It must be ordered after the previous replay
-        and before the next one. Raises RuntimeError if it did not name all operators of the group.
-        """
+        """End the update and queue it on the stream. The program must order it after the previous
+        replay and before the next one (a race otherwise). Raises RuntimeError if it did not name
+        all operators of the group, or if no update was begun."""
         if not self._rewriting:
             raise RuntimeError("graph_task_update_end without graph_task_update_begin")
         rewriting = self._rewriting.pop()
@@ -156,7 +160,7 @@ class Tasks:
             self._sim.access(rewriting.handle.marker, write=True, op="graph_task_update")
 
     def abandon(self) -> None:
-        """Leave the open groups when a capture ends."""
+        """Leave the groups that are still open when a capture ends, without a handle."""
         while self._recording:
             self._recording.pop().__exit__(None, None, None)
         self.capturing = None
@@ -169,8 +173,9 @@ class Tasks:
             self._rewriting.pop().__exit__(None, None, None)
 
     def replay(self, graph: Any, run: Callable[[], None]) -> None:
-        """Run the graph, or hold it back until the host has recorded all events that it waits
-        for."""
+        """Call `run`, which runs the graph, now if the host has recorded all events that the graph
+        waits for; otherwise hold it back until it has. Raises the fault stuck_graph if another
+        replay is held back."""
         self.refuse("another replay is queued")
         if all(event.is_set for event in graph.waits):
             run()
@@ -178,7 +183,8 @@ class Tasks:
         self.waiting.append(Waiting(graph, torch.accelerator.current_stream(), self._count()))
 
     def recorded(self) -> None:
-        """Run the replays that no longer wait, after an external event was recorded."""
+        """Run the replays that no longer wait; called after an external event was recorded. Raises
+        the fault stuck_graph if other work was queued in the meantime."""
         for waiting in [w for w in self.waiting if all(event.is_set for event in w.graph.waits)]:
             self.waiting.remove(waiting)
             if self._count() != waiting.queued:
@@ -187,15 +193,16 @@ class Tasks:
                 waiting.graph.run()
 
     def recorded_twice(self) -> Exception:
-        """Make the fault of an event that is recorded again before a graph has waited for it: the
-        graph would continue after the first record, before the work between both records, and the
-        second record would let a later graph pass that should wait."""
+        """Return, without raising it, the fault (race) of an event that is recorded again before a
+        graph has waited for it: the graph would continue after the first record, before the work
+        between both records, and the second record would let a later graph pass that should
+        wait."""
         text = f"an ExternalEvent is recorded at {self._sim.core.site()}, and no graph has waited for its last record"
         return self._sim.log.make("race", text)
 
     def refuse(self, what: str) -> None:
-        """Fault (stuck_graph) if a replay still waits for the host; `what` says what happened
-        instead."""
+        """Raise the fault stuck_graph if a replay still waits for the host; `what` says what
+        happened instead. Without a waiting replay it does nothing."""
         if self.waiting:
             self.waiting.clear()
             raise self._stuck(what)
@@ -215,8 +222,8 @@ class Tasks:
 
 
 class _Uncounted:
-    """A context for the driver's own work, which does not count as queued by the program while a
-    replay waits."""
+    """A context for the driver's own work: operations inside do not count as queued by the program
+    while a replay waits, so they are no fault."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks

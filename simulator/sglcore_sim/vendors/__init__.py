@@ -11,6 +11,7 @@ import torch
 
 
 def operators(namespace: str) -> list[str]:
-    """Return the names of the operators registered in a namespace, without overloads."""
+    """Return the names of the operators that torch has in `namespace`, sorted, without namespace
+    and overload. It includes names with a kernel but no schema."""
     names = torch._C._dispatch_get_all_op_names()
     return sorted({name.split("::")[1].partition(".")[0] for name in names if name.startswith(f"{namespace}::")})

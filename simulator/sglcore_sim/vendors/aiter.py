@@ -24,7 +24,8 @@ PARTITION = 256
 
 
 def plant(sim: Any) -> None:
-    """Make `import aiter` return the references."""
+    """Make `import aiter` in this process return a new module with the two references, bound to the
+    simulator `sim`."""
     plant_module(
         "aiter", **{each.__name__: partial(each, sim) for each in (paged_attention_v1, mha_batch_prefill_func)}
     )
@@ -140,8 +141,8 @@ def _check_decode(data: Mapping[str, Tensor], where: Mapping[str, Any], kinds: t
 
 
 def _fits(workspace: Tensor, query: Tensor, partitions: int) -> bool:
-    """Return whether the workspace holds a float32 sum and maximum and a partial result for every
-    row, head and partition."""
+    """Return whether the workspace (bytes) holds two float32 numbers and a partial result in the
+    queries' dtype for every row, head and partition. `query` is [rows, heads, dim]."""
     rows, heads, dim = query.shape
     return workspace.numel() >= rows * heads * partitions * (dim * query.element_size() + 2 * 4)
 

@@ -11,7 +11,9 @@ from sglcore_sim.vendors.paged import flash_attention, plant_module
 
 
 def plant(sim: Any) -> None:
-    """Make `import flash_attn_interface` return the reference."""
+    """Make `import flash_attn_interface` in this process return a new module with the reference of
+    `flash_attn_with_kvcache`, bound to `sim`. It takes paged caches with lengths and query offsets
+    only, and raises NotImplementedError otherwise."""
 
     def flash_attn_with_kvcache(
         q: Tensor,

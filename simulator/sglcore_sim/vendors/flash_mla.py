@@ -22,7 +22,8 @@ LOG2_E = 1.4426950408889634
 
 
 def plant(sim: Any) -> None:
-    """Make `import flash_mla` return the reference."""
+    """Make `import flash_mla` in this process return a new module with `has_legacy` and the
+    reference of `flash_mla_sparse_fwd`, bound to `sim`."""
     given = {each.__name__: partial(each, sim) for each in (flash_mla_sparse_fwd,)}
     plant_module("flash_mla", has_legacy=has_legacy, **given)
 
@@ -69,8 +70,10 @@ def flash_mla_sparse_fwd(
 
 
 def _attend(q: Tensor, keys: Tensor, scale: float, d_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend with one token, q [H, D], to keys [N, D]. Returns the result, and for each head the
-    largest score and the log of the sum of exponentials; without keys 0, -inf and +inf."""
+    """Attend with one token, q [H, D], to keys [N, D]; the values are the first d_v elements of the
+    keys. Return, in float32, the result [H, d_v], and for each head the largest scaled score and
+    the natural log of the sum of exponentials; without keys 0, -inf and +inf. `sink` [H], a further
+    logit without a value, enters the result only."""
     scores = q @ keys.T * scale
     if not len(keys):
         nothing = torch.full((len(q),), torch.inf)
@@ -81,7 +84,8 @@ def _attend(q: Tensor, keys: Tensor, scale: float, d_v: int, sink: Tensor | None
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, sink: Tensor | None, lens: Tensor | None) -> None:
-    """Raise RuntimeError for a call that breaks a precondition of both kernels."""
+    """Raise RuntimeError for a call of `flash_mla_sparse_fwd` that breaks a precondition that the
+    legacy and the newer kernels share. `sink`, `lens`: its attn_sink and topk_length."""
     tokens, heads, size = q.shape
     others = [x for x in (sink, lens) if x is not None]
     wanted = {
@@ -106,7 +110,8 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, sink: Tensor | None
 
 
 def _check_kernels(sim: Any, q: Tensor, use_legacy: bool, return_log2_lse: bool | None) -> None:
-    """Raise RuntimeError if no kernel serves the call on this chip."""
+    """Raise RuntimeError if neither the legacy nor the newer kernels serve the call on this chip:
+    9.0 needs `use_legacy`, and so do heads of 576 and sums to the base 2."""
     major = sim.kind.properties["major"]
     wanted = {
         "a GPU of compute capability 9.0 or 10": major in (9, 10),

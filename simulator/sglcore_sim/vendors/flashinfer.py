@@ -33,12 +33,14 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def refuse(wanted: Mapping[str, object]) -> None:
-    """Call `require` with the library's usual error, ValueError."""
+    """Raise ValueError, the library's usual error, with the first text in `wanted` (text: whether
+    it holds) that does not hold; if all hold, do nothing."""
     require("flashinfer", wanted, ValueError)
 
 
 def plant(sim: Any) -> None:
-    """Make `import flashinfer` return the references."""
+    """Make `import flashinfer` in this process return a new module with `__version__`, both wrapper
+    classes, `fast_decode_plan` and `top_k_page_table_transform`, bound to the simulator `sim`."""
     wrappers = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
     made = {wrapper.__name__: bound(wrapper, _sim=sim) for wrapper in wrappers}
     made["top_k_page_table_transform"] = partial(top_k_page_table_transform, sim)
@@ -46,8 +48,9 @@ def plant(sim: Any) -> None:
 
 
 class PagedWrapper:
-    """The base of both wrappers: workspaces, buffers, and a plan (query offsets, lengths) in the
-    int workspace."""
+    """The base of the decode and the prefill wrapper: workspaces, page buffers, and a plan (the
+    rows' query offsets, then their lengths, int32) in the int workspace. `run` before `plan` raises
+    RuntimeError, another layout than NHD NotImplementedError, other wrong arguments ValueError."""
 
     _sim: Any
     _window_left: int
@@ -114,7 +117,10 @@ class PagedWrapper:
             raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
 
     def _write_plan(self, query_starts: Tensor, starts: Tensor, last: Tensor, page_size: int) -> None:
-        """Write the plan to pinned memory and copy it to the device without waiting."""
+        """Write the plan, `query_starts` [batch + 1] and the lengths in tokens that follow from
+        page offsets `starts` [batch + 1] and tokens of the last pages `last` [batch], to pinned
+        memory, and copy it to the device without waiting. Raises RuntimeError if the int workspace
+        is too small. `starts` and `last` are on the host."""
         lengths = torch.clamp(starts[1:] - starts[:-1] - 1, min=0) * page_size + last
         work = torch.cat((query_starts.to("cpu"), lengths)).to(torch.int32)
         size = work.numel() * 4
@@ -176,8 +182,8 @@ class PagedWrapper:
 
 
 def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
-    """Raise ValueError for lists that no plan takes; values are checked only if they are on the
-    host."""
+    """Raise ValueError for lists that no plan takes: all int32 with one dimension, offsets of batch
+    + 1. The values of `last` and `indptr` are checked only if they are on the host."""
     wanted = {
         "lists of int32": all(x.dtype == torch.int32 and x.dim() == 1 for x in (query_starts, indptr, indices, last)),
         "offsets of batch_size + 1": len(query_starts) == len(indptr) == len(last) + 1,
@@ -188,7 +194,9 @@ def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Te
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """The wrapper for decode: one query token per row."""
+    """The wrapper for decode: one query token per row, q [batch, heads, dim]. Its methods have the
+    library's signatures; `run` returns the attention as one tensor of q's shape. Options that the
+    reference does not use are ignored."""
 
     def __init__(
         self,
@@ -302,7 +310,11 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
-    """Plan a decode wrapper again; in graph mode the caller writes the page buffers itself."""
+    """Plan a decode wrapper, `self`, again after its `plan()`, with the same heads, page size and
+    dtypes; those arguments are ignored. In graph mode the caller writes the page buffers itself;
+    otherwise the given tensors become the buffers. `global_override_indptr_cpu` is read in place of
+    a copy of `indptr` to the host. Raises AttributeError before the first plan(), ValueError for
+    wrong lists."""
     if not self._planned:
         raise AttributeError("'_cached_module': plan() must come before fast_decode_plan()")
     batch = len(last_page_len)
@@ -321,7 +333,9 @@ def fast_decode_plan(
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
-    """The wrapper for prefill: any number of query tokens per row."""
+    """The wrapper for prefill: any number of query tokens per row, packed, q [tokens, heads, dim].
+    Its methods have the library's signatures; `run` returns the attention as one tensor of q's
+    shape. Options that the reference does not use are ignored."""
 
     def __init__(
         self,

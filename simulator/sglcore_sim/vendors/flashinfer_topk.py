@@ -34,8 +34,12 @@ def top_k_page_table_transform(
     out: Tensor | None = None,
     out_raw_indices: Tensor | None = None,
 ) -> Tensor:
-    """Return the cache rows of the k largest scores of each row, filled up with -1. The library
-    leaves their order open; here the last position comes first."""
+    """Return the cache rows of the k largest scores of each row, int32 [rows, k], filled up with
+    -1. `input` [rows, N] has the scores; only the first `lengths[row]` of a row are read. A
+    position's cache row is its page in `src_page_table` (by row, or by `row_to_batch`) times
+    `page_size` plus its place in the page. The library leaves the order open; here the last
+    position comes first. `out` is written and returned; `out_raw_indices` gets the positions. Wrong
+    arguments raise ValueError, row starts NotImplementedError."""
     if row_starts is not None or page_table_row_starts is not None:
         raise NotImplementedError("this reference takes whole rows only")
     rows = len(input)
@@ -74,8 +78,8 @@ def top_k_page_table_transform(
 
 
 def _largest(scores: Tensor, k: int, tie_break: int) -> Tensor:
-    """Return the positions of the k largest scores, ascending. Among equal scores at the limit the
-    last ones are taken, or the first if `tie_break` is 1."""
+    """Return the positions of the k largest of `scores` [N], ascending; all N if k is larger. Among
+    equal scores at the limit the last positions are taken, or the first if `tie_break` is 1."""
     if tie_break == 1:
         return scores.sort(descending=True, stable=True)[1][:k].sort()[0]
     return (len(scores) - 1 - scores.flip(0).sort(descending=True, stable=True)[1][:k]).sort()[0]

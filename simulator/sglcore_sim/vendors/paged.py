@@ -17,7 +17,8 @@ FLASH_ATTENTION = "flash_attn_with_kvcache"
 
 
 def plant_module(name: str, **names: Any) -> ModuleType:
-    """Make a module for a library that is not installed, importable by this name."""
+    """Make a module with these names for a library that is not installed, importable as `name` in
+    this process, and return it. It replaces a module of that name that was imported before."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     vars(module).update(names)
@@ -26,34 +27,39 @@ def plant_module(name: str, **names: Any) -> ModuleType:
 
 
 def require(call: str, wanted: Mapping[str, object], error: type[Exception] = RuntimeError) -> None:
-    """Raise `error` with the text of the first precondition in `wanted` (text: whether it holds)
-    that does not hold."""
+    """Raise `error`, with the call's name and the text of the first precondition in `wanted` (text:
+    whether it holds) that does not hold. If all hold, do nothing."""
     for what, holds in wanted.items():
         if not holds:
             raise error(f"{call} wants {what}")
 
 
 def ints(part: Tensor, *shape: int) -> bool:
-    """Return whether the tensor is contiguous int32 of this shape."""
+    """Return whether `part` is a contiguous int32 tensor of this shape."""
     return part.dtype == torch.int32 and tuple(part.shape) == shape and part.is_contiguous()
 
 
 def together(*parts: Tensor) -> bool:
-    """Return whether all tensors are on one device that is not the host."""
+    """Return whether all tensors are on one device that is not the host's CPU."""
     return len({part.device for part in parts}) == 1 and not parts[0].is_cpu
 
 
 def adjacent(*parts: Tensor) -> bool:
-    """Return whether the last dimension of every tensor is contiguous."""
+    """Return whether the last dimension of every tensor has stride 1."""
     return all(part.stride(-1) == 1 for part in parts)
 
 
 def flash_attention(
     sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float | None, causal: bool, left: int, softcap: float
 ) -> Tensor:
-    """Run FlashAttention 3 over pages in one launch, with the checks of `mha_fwd` in
-    hopper/flash_api.cpp (Dao-AILab/flash-attention). `parts`: queries, both caches, page table,
-    lengths, query offsets."""
+    """Run FlashAttention 3 over pages in one launch and return the result, a new tensor of the
+    queries' shape. `parts`: queries [tokens, heads, dim], both caches [pages, size, heads, dim],
+    page table and lengths (of each row, query tokens included), query offsets [rows + 1]. Queries
+    of a row beyond `longest` are not computed. `scale` None: dim ** -0.5. `left`, `softcap`: as in
+    `attend`.
+
+    Raises RuntimeError where `mha_fwd` in hopper/flash_api.cpp (Dao-AILab/flash-attention) does.
+    """
     q, k, v, table, lens, starts = parts
     rows, dim = len(starts) - 1, q.shape[-1]
     wanted = {
@@ -99,10 +105,11 @@ def attend(
     left: int,
     softcap: float = 0.0,
 ) -> None:
-    """Write the attention of q to out [T, heads, dim]. Each row is (first query, end, KV slots of
-    its sequence); its queries are the last tokens of the sequence. A query sees `left` earlier
-    tokens (-1: all). A scaled score s becomes softcap * tanh(s / softcap), unless `softcap` is
-    0."""
+    """Write the attention of q [T, heads, dim] to `out`, of the same shape; returns nothing. Each
+    row is (first query, end, KV slots of its sequence), with slots as indices of k_cells and
+    v_cells [slots, key heads, dim]; its queries are the last tokens of the sequence. If `causal`, a
+    query does not see later tokens. It sees `left` earlier tokens (-1: all). A score times `scale`,
+    s, becomes softcap * tanh(s / softcap), unless `softcap` is 0. CPU tensors."""
     for start, end, cells in rows:
         out[start:end] = _row(q[start:end], k_cells[cells], v_cells[cells], scale, causal, left, softcap).to(out.dtype)
 
@@ -124,11 +131,13 @@ def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int,
 
 
 def cells_of(pages: Tensor, length: int, page_size: int) -> Tensor:
-    """Return the KV slots of the first `length` tokens of a sequence with these pages."""
+    """Return the KV slots of the first `length` tokens of a sequence, int64 [length]; `pages` [P]
+    are its page numbers. Fewer if the pages hold fewer tokens."""
     cells = pages.to(torch.int64)[:, None] * page_size + torch.arange(page_size)
     return cells.reshape(-1)[:length]
 
 
 def flat(pages: Tensor) -> Tensor:
-    """View pages [pages, page_size, heads, dim] as KV slots [slots, heads, dim]."""
+    """Return pages [pages, page_size, heads, dim] as KV slots [slots, heads, dim]: a view if the
+    strides allow it, else a copy."""
     return pages.reshape(-1, *pages.shape[2:])

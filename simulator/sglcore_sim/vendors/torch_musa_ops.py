@@ -17,7 +17,10 @@ PAGES = (1, 16, 64)
 
 
 def plant(sim: Any) -> None:
-    """Make both imports return the reference."""
+    """Make `import mate` and `import flash_attn_interface` in this process return new modules with
+    the reference of `flash_attn_with_kvcache`, bound to `sim`. It takes paged caches with lengths
+    and query offsets only and raises NotImplementedError otherwise; pages of other than 1, 16 or 64
+    tokens raise RuntimeError."""
 
     def flash_attn_with_kvcache(
         q: Tensor,

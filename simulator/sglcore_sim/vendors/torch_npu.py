@@ -32,8 +32,9 @@ SPARSE = "npu_sparse_flash_attention"
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """Implements npu_fused_infer_attention_score, the variant of the operator that allocates its
-    results."""
+    """Implement npu_fused_infer_attention_score, the variant of the operator that allocates its
+    results: return the attention, of the query's shape, and a placeholder, float32 zeros [1], for
+    the log-sum-exp. Options and errors are those of `attention_out`."""
     out = torch.empty_like(query)
     lse = torch.zeros(1, dtype=torch.float32)
     attention_out(query, key, value, **given, out=[out, lse])
@@ -58,8 +59,12 @@ def attention_out(
     out: list[Tensor],
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Implements npu_fused_infer_attention_score.out, the variant with the caller's buffers, over
-    pages of a block table: decode in layout BSND, or packed rows in TND."""
+    """Implement npu_fused_infer_attention_score.out, the variant with the caller's buffers, over
+    pages of a block table. It writes the attention to out[0] and returns both tensors of `out`;
+    out[1] stays as it is. Layout BSND: decode, query [rows, 1, heads, dim]. TND: packed rows with
+    the causal mask (sparse_mode 3), query [tokens, heads, dim]; `actual_seq_lengths` are their
+    ends. `actual_seq_lengths_kv`: each row's number of keys. A call beyond the operator's limits
+    raises RuntimeError, one that only this reference lacks NotImplementedError."""
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
     packed = input_layout == "TND"
@@ -88,8 +93,9 @@ def _is_like(out: Tensor, query: Tensor) -> bool:
 
 
 def _queries(ends: list[int] | None, lengths: list[int], tokens: int) -> list[int]:
-    """Return the ends of packed rows. They must be given and ascend to the number of tokens, and no
-    row may have more queries than keys."""
+    """Return the ends of packed rows, `ends`, as a list. Raises RuntimeError if they are missing or
+    do not ascend to the number of tokens, if a row has more queries than keys (`lengths`), or if
+    there are more than 4096 rows."""
     if not ends or sorted(ends) != list(ends) or ends[-1] != tokens:
         raise RuntimeError(f"{ATTENTION}: actual_seq_lengths {ends} must rise to the {tokens} packed tokens")
     counts = (end - start for start, end in pairwise([0, *ends]))
@@ -116,10 +122,11 @@ def _check(
     page: int,
     packed: bool,
 ) -> None:
-    """Check the documented limits of paged attention in half precision
-    (aclnnFusedInferAttentionScoreV3). One query per row: page sizes that are multiples of 16 up to
-    512. Packed rows: pages of 128, and heads of 64 or 128, or of a multiple of 16 up to 256 if
-    several query heads share a key head."""
+    """Raise RuntimeError for a call beyond the documented limits of paged attention in half
+    precision (aclnnFusedInferAttentionScoreV3). One query per row (`packed` False): page sizes that
+    are multiples of 16 up to 512, and heads of a multiple of 16 up to 512. Packed rows: pages of
+    128, and heads of 64 or 128, or of a multiple of 16 up to 256 if several query heads share a key
+    head. `kv_heads` 0: `heads` of them. Mask and query ends are checked elsewhere."""
     rows, dim, kv_heads = table.shape[0], query.shape[-1], kv_heads or heads
     takes_dim = dim in (64, 128) or (heads != kv_heads and dim % 16 == 0 and dim <= 256)
     takes_page = page == 128 if packed else page % 16 == 0 and 16 <= page <= 512
@@ -143,14 +150,15 @@ def _check(
 
 
 def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-    """Implements the operator that sizes the workspace of attention_out: return 512 bytes, which
-    the reference does not use."""
+    """Implement the operator that sizes the workspace of attention_out: return uint8 zeros [512],
+    which the reference does not use."""
     return torch.zeros(512, dtype=torch.uint8)
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Implements npu_rms_norm: return the norm, computed in float32 and cast once, and the
-    reciprocal root mean square."""
+    """Implement npu_rms_norm: return the norm, computed in float32 and cast once to the input's
+    dtype, and the reciprocal root mean square, float32 [..., 1]. The mean is over the last
+    dimension only. Raises RuntimeError for other dtypes or shapes than the operator's."""
     wanted = {
         "one dtype of floats": input.dtype == gamma.dtype and input.dtype in FLOATS,
         "a gamma of the last dimensions": input.shape[input.dim() - gamma.dim() :] == gamma.shape,
@@ -162,8 +170,9 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements npu_add_rms_norm: return the norm of x1 + x2, its reciprocal root mean square, and
-    the sum."""
+    """Implement npu_add_rms_norm: return the norm of x1 + x2, its reciprocal root mean square
+    (float32), and the sum, in the input's dtype. Raises RuntimeError if x1 and x2 differ in shape
+    or dtype."""
     require("npu_add_rms_norm", {"two tensors of one shape and dtype": (x1.shape, x1.dtype) == (x2.shape, x2.dtype)})
     total = x1 + x2
     normed, scale = rms_norm(total, gamma, epsilon)
@@ -171,7 +180,9 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
 
 
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """Implements npu_swiglu: return silu of the first half times the second half."""
+    """Implement npu_swiglu: return silu of the first half of dimension `dim` times the second half,
+    computed in float32 and cast to the input's dtype. Raises RuntimeError for an odd size or a
+    dtype that is not a float."""
     wanted = {"floats": input.dtype in FLOATS, "two halves of one size": input.shape[dim] % 2 == 0}
     require("npu_swiglu", wanted)
     gate, up = input.float().chunk(2, dim)
@@ -181,8 +192,9 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
 def rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Implements npu_rotary_mul: return input * r1 + (-second, first) * r2 for the halves of each
-    head of a tensor with four dimensions."""
+    """Implement npu_rotary_mul: return input * r1 + (-second, first) * r2 for the halves of each
+    head of `input` [B, S, N, D]. r1 and r2 are cos and sin [B or 1, S, 1 or N, D]. Raises
+    RuntimeError beyond the operator's limits, and for another mode than "half"."""
     four = all(x.dim() == 4 for x in (input, r1, r2))
     wanted = {
         "four dimensions in the mode 'half'": four and rotary_mode == "half",
@@ -210,8 +222,10 @@ def scatter_pa_kv_cache(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Implements npu_scatter_pa_kv_cache: store rows of key and value in KV slots of pages in the
-    plain layout, in the dtypes that an A2 or A3 supports."""
+    """Implement npu_scatter_pa_kv_cache: write the rows of key and value [rows, heads, dim] in
+    place to the KV slots `slot_mapping` of pages [pages, size, heads, dim] in the plain layout, in
+    the dtypes that an A2 or A3 supports. Raises NotImplementedError for another `cache_mode` than
+    "Norm" or None, the default included, and RuntimeError for wrong shapes or dtypes."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
     parts = (key, value, key_cache, value_cache)
@@ -234,8 +248,9 @@ def scatter_pa_kv_cache(
 def format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Implements npu_format_cast: return a copy with the same values; the device's internal layout
-    is not simulated."""
+    """Implement npu_format_cast: return a copy with the same values; the device's internal layout
+    is not simulated. To FRACTAL_NZ it raises RuntimeError unless the dtype is a half precision and
+    the last two sizes are multiples of 16."""
     if acl_format == FRACTAL_NZ and (input.dtype not in HALF or any(size % 16 for size in input.shape[-2:])):
         raise RuntimeError(f"npu_format_cast keeps {tuple(input.shape)} of {input.dtype} in whole blocks of 16 only")
     return input.clone()
@@ -258,8 +273,12 @@ def sparse_attention(
     attention_mode: int = 0,
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements npu_sparse_flash_attention: attend to the listed rows of a sequence, up to the
-    list's first -1, in the absorbed form of MLA, where the keys are also the values."""
+    """Implement npu_sparse_flash_attention: attend to the listed rows of a sequence, up to the
+    list's first -1, in the absorbed form of MLA, where the keys are also the values. query [batch,
+    S, heads, 512] and key [batch, K, 1, 512] are extended by their rotary parts of 64.
+    `sparse_indices` [batch, S, 1, width] are positions in the row's own keys. Return the attention,
+    of the query's shape, and two empty tensors. A call beyond the operator's limits raises
+    RuntimeError, one that only this reference lacks NotImplementedError."""
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")
     given = actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope
@@ -332,15 +351,17 @@ references read no values."""
 
 
 def plant(sim: Any) -> None:
-    """Register the extension's operators with their schemas, and declare the output that its
-    out-variant writes without marking it."""
+    """Register the extension's operators with their schemas, for torch.ops.npu, and declare to the
+    simulator `sim` the argument that `npu_fused_infer_attention_score.out` writes without marking
+    it."""
     library()
     sim.declare_writes(f"npu::{ATTENTION}.out", "out")
 
 
 @cache
 def library() -> torch.library.Library:
-    """Register the operators, for the life of the process; an operator without a reference can not
+    """Register the operators of REFERENCES and the schemas of all others in the namespace `npu`,
+    once per process, and return the library that holds them; an operator without a reference cannot
     be run."""
     made = torch.library.Library("npu", "FRAGMENT")
     for schema in stored_schemas().values():
@@ -353,7 +374,8 @@ def library() -> torch.library.Library:
 
 
 def stored_schemas() -> Mapping[str, str]:
-    """Return the schemas of the real extension by the operator's name, without the namespace."""
+    """Return the schemas of the real extension's operators, as stored in the package, by name with
+    overload ("name.out"), both without the namespace."""
     lines = (files("sglcore_sim") / "data" / "npu_schemas.txt").read_text().splitlines()
     schemas = (line.removeprefix("npu::") for line in lines if "(" in line)
     return MappingProxyType({schema.partition("(")[0]: schema for schema in schemas})

@@ -31,17 +31,18 @@ after the codes of each head."""
 
 @dataclass(slots=True)
 class PagedPlan(AttentionPlan):
-    """The first `singles` requests have one token each (None: every row of the batch, padding
-    included). `starts` int32[N + 1]: index of the first token of each of the N other requests, and
-    the end of the last one; None if N is 0."""
+    """Where the requests of a batch are. `singles`: the number of leading requests with one token
+    each (None: every row of the batch, padding included). `starts` int32[N + 1]: index of the first
+    token of each of the N requests after them, and the end of the last one; None if N is 0."""
 
     singles: int | None = None
     starts: Tensor | None = None
 
 
 class PagedAttention(AttentionBackend[PagedPlan]):
-    """Serves every page size, head size, sliding window, softcap and sink in float32 and bfloat16,
-    over KV slots of float32, bfloat16 or 8-bit codes."""
+    """Attention over KV pages in float32 and bfloat16, over KV slots of float32, bfloat16 or 8-bit
+    codes. Serves every page size, head size, sliding window, softcap and sink, prefill and decode
+    in one batch, and draft trees."""
 
     facts = AttentionFacts(
         dtypes=("bfloat16", "float32"),
@@ -60,7 +61,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         *,
         engine: Engine | None = None,
     ) -> None:
-        """`engine`: None takes the kernel table's engine; raises Unavailable if it has none."""
+        """`engine`: the native kernels to call; None takes the kernel table's engine, and raises
+        Unavailable if the table is not native. Raises ConfigError as `AttentionBackend` does."""
         super().__init__(shape, req_to_token_pool, token_to_kv_pool, kernels, hisparse)
         self._engine = engine or engine_of(kernels)
         self._decode = self._engine.kernel("paged_decode").bind()
@@ -83,19 +85,21 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> PagedPlan:
-        """Implements `AttentionBackend.capture_plan` for a decode step: one token for each row; the
-        kernel reads everything else from the buffers. Raises ValueError if the bucket's token count
-        is not its batch size."""
+        """Implements `AttentionBackend.capture_plan` for a decode step: one token for each row. The
+        plan is empty, because the kernel reads request slots and lengths from the buffers. Raises
+        ValueError if the bucket's token count is not its batch size."""
         if bucket.num_tokens != bucket.batch_size:
             raise ValueError(f"found {bucket.num_tokens} tokens of {bucket.batch_size} requests; wanted one of each")
         return PagedPlan(self, self.token_to_kv_pool.generation)
 
     def refresh(self, plan: PagedPlan, batch: ForwardBatch) -> None:
-        """Implements `AttentionBackend.refresh`; does nothing: the kernel reads the buffers."""
+        """Implements `AttentionBackend.refresh`; does nothing, because the kernel reads the buffers
+        at each replay. Returns None."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: PagedPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`; padding rows are zero. Raises TypeError for a dtype
-        that no kernel serves, ValueError for a scaling that is not positive."""
+        """Implements `AttentionBackend.attend`: q [T, heads * D] -> [T, heads * D], a new tensor of
+        q's dtype; padding rows are zero. Raises TypeError for a dtype that no kernel serves,
+        ValueError for a scaling that is not positive."""
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = self._engine.empty(*q.shape, dtype=q.dtype)
         singles = min(len(batch.req_pool_indices), q.shape[0]) if plan.singles is None else plan.singles
@@ -111,8 +115,9 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of `PagedAttention.attend`: `run` attends with the rows of q [T, heads * D] and
-    writes `out`. `slots` and `seq_lens`: int32, request slot and length of each row."""
+    """The arguments of one call of `PagedAttention.attend` for the kernels: q [T, heads * D], the
+    output `out` of the same shape, `slots` and `seq_lens` int32, the request slot and the length of
+    each request of the batch. `run` runs one kernel on some requests."""
 
     backend: PagedAttention
     layer: Attention
@@ -122,8 +127,9 @@ class Call:
     seq_lens: Tensor
 
     def run(self, kernel: BoundKernel, first: int, rows: int, tokens: int, **more: int) -> None:
-        """Check the dtypes and run `kernel` on the rows [first, first + rows). Tokens of `out`
-        below `tokens` that belong to no row become zero."""
+        """Check the dtypes and run `kernel` on the requests [first, first + rows); their part of
+        `out` is written. Tokens of `out` below `tokens` that belong to no request become zero.
+        `more`: kernel arguments besides. Raises TypeError and ValueError as `attend` does."""
         layer, pool = self.layer, self.backend.req_to_token_pool
         keys, values = self.backend.token_to_kv_pool.kv(layer.layer_id)
         sinks = layer.sinks

@@ -11,17 +11,18 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class NativeDraw:
-    """A callable, the kernel table's entry `draw`; its method `greedy` is the entry of that name.
-    Float16 logits, and logits with a stride in the vocabulary dimension, go to torch's
-    reference."""
+    """Sampling on one engine: the object itself is the kernel table's entry `draw`, and its method
+    `greedy` the entry of that name. Float16 logits, and logits with a stride in the vocabulary
+    dimension, go to torch's reference."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._draw = engine.kernel("draw").bind()
 
     def __call__(self, logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.draw`: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits
-        for the result."""
+        """Implement `KernelTable.draw`: logits float [B, V] -> (tokens int32 [B], bad bool [B]),
+        two new tensors. `bad` marks rows with NaN, +inf or nothing but -inf; their token is 0.
+        Waits for the result."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_rows(logits, state, tables)
         return self._run(
@@ -39,8 +40,8 @@ class NativeDraw:
         )
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.greedy`. The kernel ignores the other sampling parameters of a
-        greedy row, so they are passed as zeros."""
+        """Implement `KernelTable.greedy`: logits float [B, V] -> (tokens int32 [B], bad bool [B]),
+        the first largest logit of each row. Waits for the result."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_greedy(logits)
         all_rows = torch.ones(logits.shape[0], dtype=torch.bool)

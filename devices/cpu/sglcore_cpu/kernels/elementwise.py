@@ -27,8 +27,14 @@ IN_PLACE = frozenset((torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor))
 
 
 def elementwise(engine: Engine, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
-    """Compute the torch operation `func` for rows [T, N] of float32 or bfloat16 with a number, or
-    with rows of the same dtype that broadcast to them. Returns None for any other call."""
+    """Run the torch operation `func` with a native kernel if it is one of `OPERATIONS` on rows [T,
+    N] of float32 or bfloat16: with a number, with rows of the same dtype that broadcast to them, or
+    alone (sigmoid). Return its result: a new tensor, or the first argument for an operation in
+    place.
+
+    Returns None, and computes nothing, for any other call, and for one with named arguments
+    (`named`).
+    """
     operation = OPERATIONS.get(func)
     if operation is None or named:
         return None

@@ -1,7 +1,7 @@
 """Expert routing, and mixtures of experts with unpacked weights, by the native kernels.
 
-Models use them in float32 and bfloat16 (`table.takes`). Tensors with a memory layout that the
-kernels do not read go to the reference.
+Models use them in float32 and bfloat16 (`operands.takes`). Tensors with a dtype or a memory layout
+that the kernels do not read go to the reference.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Experts:
 
     @implements(takes)
     def top_k_routing(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.top_k_routing`; among equal logits the lower expert index comes
-        first."""
+        """Implement `KernelTable.top_k_routing`: logits [T, E] -> (weights [T, K] of logits' dtype,
+        ids int64 [T, K]), the K largest softmax probabilities, largest first; among equal logits
+        the lower expert index comes first. `normalize`: divide the weights by their sum."""
         if not _is_plain(logits):
             return reference_kernels.top_k_routing(logits, k, normalize)
         weights, ids = self._choices(logits, k)
@@ -46,23 +47,31 @@ class Experts:
     def sigmoid_routing(
         self, logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.sigmoid_routing`; among equal scores the lower group and expert
-        index come first."""
+        """Implement `KernelTable.sigmoid_routing`: logits [T, E], bias float32 [E] -> (weights [T,
+        K] of logits' dtype, ids int64 [T, K]), the K largest of sigmoid(logits) + bias within the
+        best `top_groups` of `groups`, largest first; among equal scores the lower group and expert
+        index come first. Weights are without the bias, divided by their sum if `normalize`, times
+        `scale`."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference_kernels.sigmoid_routing(logits, bias, k, groups, top_groups, normalize, scale)
         return self._scored_by(SIGMOID, logits, bias, k, (groups, top_groups), normalize, scale)
 
     @implements(takes)
     def sqrtsoftplus_routing(self, logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.sqrtsoftplus_routing`; among equal scores the lower expert index
-        comes first."""
+        """Implement `KernelTable.sqrtsoftplus_routing`: logits [T, E], bias float32 [E] -> (weights
+        [T, K] of logits' dtype, ids int64 [T, K]), the K largest of sqrt(softplus(logits)) + bias,
+        largest first; among equal scores the lower expert index comes first. Weights are without
+        the bias, divided by their sum, times `scale`."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference_kernels.sqrtsoftplus_routing(logits, bias, k, scale)
         return self._scored_by(ROOT_OF_SOFTPLUS, logits, bias, k, (1, 1), True, scale)
 
     @implements(takes)
     def hash_routing(self, logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.hash_routing`; computes the scores of the chosen experts only."""
+        """Implement `KernelTable.hash_routing`: logits [T, E], input_ids int [T], table int32
+        [vocab, K] -> (weights [T, K] of logits' dtype, ids int64 [T, K]): the K experts that the
+        table has for each token, with weights as in `sqrtsoftplus_routing`. Computes the scores of
+        these experts only."""
         ids_bytes = INDEX_BYTES.get(input_ids.dtype)
         is_chosen = table.dtype is torch.int32 and table.is_contiguous() and input_ids.is_contiguous()
         if ids_bytes is None or not (_is_plain(logits) and is_chosen):
@@ -79,8 +88,9 @@ class Experts:
         return weights, ids
 
     def moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """Implement `KernelTable.moe`: compute the chosen experts only, with one pass over w13 and
-        w2 of each."""
+        """Implement `KernelTable.moe`: hidden [T, H], weights and ids [T, K], w13 [E, 2 * I, H], w2
+        [E, H, I] -> [T, H]. Only chosen experts are computed, and each one's w13 and w2 are read
+        once."""
         found = self._mixed(GATED, hidden, weights, ids, w13, w2)
         return reference_kernels.moe(hidden, weights, ids, w13, w2) if found is None else found
 
@@ -88,7 +98,8 @@ class Experts:
     def limited_moe(
         self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float
     ) -> Tensor:
-        """Implement `KernelTable.limited_moe` with the kernel of `moe`."""
+        """Implement `KernelTable.limited_moe` with the kernel of `moe`; shapes as there. `limit`
+        clamps gate and up before the activation."""
         found = self._mixed(GATED, hidden, weights, ids, w13, w2, limit=limit)
         return reference_kernels.limited_moe(hidden, weights, ids, w13, w2, limit) if found is None else found
 
@@ -104,14 +115,16 @@ class Experts:
         alpha: float,
         limit: float,
     ) -> Tensor:
-        """Implement `KernelTable.clamped_moe` with the kernel of `moe`."""
+        """Implement `KernelTable.clamped_moe` with the kernel of `moe`: shapes as there, with
+        biases b13 [E, 2 * I] and b2 [E, H], and interleaved gate and up rows in w13."""
         found = self._mixed(CLAMPED, hidden, weights, ids, w13, w2, (b13, b2), alpha, limit)
         if found is None:
             return reference_kernels.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
         return found
 
     def relu2_moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """Implement `KernelTable.relu2_moe` with the kernel of `moe`."""
+        """Implement `KernelTable.relu2_moe` with the kernel of `moe`: shapes as there, with w1 [E,
+        I, H], no gate, and the activation max(x, 0)^2."""
         found = self._mixed(SQUARED, hidden, weights, ids, w1, w2)
         return reference_kernels.relu2_moe(hidden, weights, ids, w1, w2) if found is None else found
 
@@ -153,7 +166,9 @@ class Experts:
         alpha: float = 0.0,
         limit: float = math.inf,
     ) -> Tensor | None:
-        """Run the kernel `moe`; None for tensors that it does not read."""
+        """Run the kernel `moe` and return [T, H]; None, before anything runs, for dtypes or strides
+        that it does not read. `form`: the activation (GATED, CLAMPED or SQUARED). `biases`: empty,
+        or (b13, b2)."""
         element, ids_bytes = TYPES.get(hidden.dtype), INDEX_BYTES.get(ids.dtype)
         is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in (weights, ids, w13, w2, *biases))
         if element is None or ids_bytes is None or not is_plain:

@@ -21,8 +21,8 @@ newer processor."""
 
 
 def ipex_kernels() -> KernelTable:
-    """Make the table. Raises ConfigError if the extension is not installed or was built for another
-    torch, DeviceError if it can not be imported."""
+    """Import the extension and make the table. Raises ConfigError if the extension is not installed
+    or was built for another torch, DeviceError if it can not be imported."""
     check_installed()
     try:
         import_module("intel_extension_for_pytorch")
@@ -38,7 +38,7 @@ def ipex_kernels() -> KernelTable:
 
 
 def check_installed() -> None:
-    """Raise ConfigError unless an installed extension fits this torch."""
+    """Raise ConfigError unless an installed extension fits this torch. Imports nothing."""
     found = find_extension(torch.__version__)
     reason = "is not installed" if found is None else found.gap
     if reason:
@@ -51,20 +51,23 @@ def check_installed() -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Implement `KernelTable.rms_norm` by the extension's operator."""
+    """Implement `KernelTable.rms_norm` by the extension's operator: x [..., N], weight [N] of x's
+    dtype -> [..., N]."""
     return torch.ops.torch_ipex.rmsnorm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.add_rms_norm` by the extension's operator, which writes the sum into
-    the residual. It assumes contiguous rows there, so a strided residual is copied first."""
+    """Implement `KernelTable.add_rms_norm` by the extension's operator: return the norm of x +
+    residual, and the sum, which the operator writes into the residual [T, H]. A strided residual is
+    copied first, and the copy is returned."""
     total = residual.contiguous()
     return torch.ops.torch_ipex.add_rmsnorm(x, total, weight, eps, True), total
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.rotary` for heads that are rotated whole. The operator reads one row
-    [sin, cos] for each token, in order, and needs at least one token."""
+    """Implement `KernelTable.rotary` for heads that are rotated whole (the cache's width is
+    head_dim): return rotated q and k [T, heads * D]. With no token it returns empty tensors,
+    because the operator needs at least one."""
     if not q.shape[0]:
         return torch.empty_like(q), torch.empty_like(k)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
@@ -83,8 +86,8 @@ def _rotated(x: Tensor, sin_cos: Tensor, first: Tensor, head_dim: int) -> Tensor
 
 class Blocks:
     """A weight in the blocked format that the extension chose for this processor; implements
-    `packed.Held`. It keeps the `context` alive, because the handle that the linear operator takes
-    points to it."""
+    `packed.Held`. It keeps the extension's `context` alive, because the handle that the linear
+    operator takes points to it."""
 
     name = "blocks of ipex"
 
@@ -95,11 +98,12 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of the blocked weight."""
         return self._blocks.nbytes
 
     def multiply(self, x: Tensor, out_features: int) -> Tensor:
-        """Return x [T, in] times the weight's transpose: [T, out]."""
+        """Return x [T, in] times the weight's transpose: [T, out] in x's dtype, without a bias.
+        `out_features` is the weight's `out`."""
         return torch.ops.torch_ipex.ipex_linear(x, self._blocks, None, self._handle, out_features)
 
 
@@ -110,8 +114,8 @@ class BlockedWeight(ClosedWeight):
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Implement `KernelTable.pack_linear`: pack the weight for any number of tokens; other dtypes
-    than `PACKED` stay as they are."""
+    """Implement `KernelTable.pack_linear`: return the weight [out, in] in the extension's format,
+    for any number of tokens; a weight of another dtype than `PACKED` is returned as it is."""
     if weight.dtype not in PACKED:
         return weight
     context = torch.ops.ipex_prepack.linear_prepack(weight.detach(), None, None)
@@ -119,8 +123,9 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Implement `KernelTable.linear`. The operator ignores its bias argument and adds the packed
-    bias; weights are packed without one, so it is added here."""
+    """Implement `KernelTable.linear`: x [T, in], weight [out, in], bias [out] or None -> [T, out].
+    A plain weight goes to torch's function. The extension's operator ignores its bias argument, so
+    the bias is added after it."""
     if not isinstance(weight, BlockedWeight):
         return torch.nn.functional.linear(x, weight, bias)
     found = weight.form.multiply(x, weight.shape[0])

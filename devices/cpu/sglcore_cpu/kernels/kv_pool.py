@@ -29,8 +29,8 @@ def _wider(layers: LayerShapes) -> LayerShapes:
 
 
 class Int8TokenToKVPool(MHATokenToKVPool):
-    """A KV pool of bytes on huge pages, for any dtype of the model; keys and values have the same
-    shape."""
+    """A KV pool of 8-bit codes on huge pages, for a model of any dtype. Keys and values have the
+    same shape, uint8 [KV slots, kv_heads, head_dim + 4] in each layer."""
 
     layout: ClassVar[str] = INT8
 
@@ -43,24 +43,29 @@ class Int8TokenToKVPool(MHATokenToKVPool):
         device: str,
         kernels: KernelTable,
     ) -> None:
-        """`kernels` must be a native table; raises Unavailable for another, and MemoryError."""
+        """`layers`: (kv_heads, head_dim) of each layer, without the scale's bytes. `dtype`: the
+        model's, which `read_cells` returns. `kernels` must be a native table; raises Unavailable
+        for another, and MemoryError."""
         table = kernels.replace(store_kv=Int8Store(engine_of(kernels)))
         super().__init__(num_pages, page_size, _wider(layers), torch.uint8, device, table, huge_zeros)
         self._computed_in = dtype
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Implements `TokenToKVPool.read_cells`: keys and values, dequantised to the model's
-        dtype."""
+        """Implements `TokenToKVPool.read_cells`: return copies of keys and values [N, kv_heads,
+        head_dim] at the KV slots `cells` [N], dequantised to the model's dtype."""
         keys, values = super().read_cells(layer_id, cells)
         return read_int8(keys).to(self._computed_in), read_int8(values).to(self._computed_in)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Implements `TokenToKVPool.write_cells` as `store` does, rounded once to 8 bits."""
+        """Implements `TokenToKVPool.write_cells`: quantise keys and values [N, kv_heads, head_dim]
+        of float32 or bfloat16 and write them to the KV slots `cells`, int64 [N], as `store`
+        does."""
         self.store(layer_id, keys, values, cells)
 
 
 def int8_cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
-    """Return the bytes of one token in all layers: the sum of 2 * kv_heads * (head_dim + 4)."""
+    """Return the bytes of one token in all layers: the sum of 2 * kv_heads * (head_dim + 4).
+    `dtype` is not used."""
     return cell_bytes(_wider(layers), torch.uint8)
 
 
@@ -76,15 +81,16 @@ def read_int8(cells: Tensor) -> Tensor:
 
 
 class Int8Store:
-    """The table's entry `store_kv` for KV slots of 8 bits."""
+    """The table's entry `store_kv` for KV slots of 8 bits: quantises while it stores."""
 
     def __init__(self, engine: Engine) -> None:
         self._store = engine.kernel("store_kv_int8").bind()
 
     def __call__(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-        """Implement `KernelTable.store_kv`: store row t of key and value [T, kv_heads, D] in KV
-        slot out_cache_loc[t], int64 [T]. Raises TypeError for rows that are not float32 or
-        bfloat16, or other locations."""
+        """Implement `KernelTable.store_kv`: quantise row t of key and value [T, kv_heads, D] and
+        store it in KV slot out_cache_loc[t] (int64) of both caches, uint8 [KV slots, kv_heads, D +
+        4]. Raises TypeError unless the rows are float32 or bfloat16, both alike, and the locations
+        int64. Waits."""
         if key.dtype not in TYPES or value.dtype is not key.dtype or out_cache_loc.dtype is not torch.int64:
             raise TypeError(
                 f"found keys of {key.dtype}, values of {value.dtype} at {out_cache_loc.dtype} cells; wanted float32 or "

@@ -17,8 +17,9 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
-    """Return why a store is refused, empty if it is taken: the norm's weight must be float32, the
-    pool's rows float32, bfloat16 or the bytes of a codec."""
+    """Return why the kernels refuse a store of cache rows, empty if they take it: x must be float32
+    or bfloat16, the norm's weight float32, the pool's rows (the last 2-dimensional tensor of the
+    call) float32, bfloat16 or the bytes of a codec."""
     floats = [each.dtype for each in others if isinstance(each, Tensor) and each.ndim == 2]
     rows = floats[-1]
     wide = weight.dtype is torch.float32
@@ -27,8 +28,8 @@ def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
 
 
 def takes_one(*call: object) -> str:
-    """Return why a call is refused, empty if it is taken: every floating-point argument must be
-    float32 or have the dtype of the first one."""
+    """Return why a call is refused, empty if it is taken: the first floating-point argument must be
+    float32 or bfloat16, and every other one float32 or of the dtype of the first."""
     tensors = [each for each in call if isinstance(each, Tensor) and each.is_floating_point()]
     others = {each.dtype for each in tensors} - {torch.float32, tensors[0].dtype}
     return refusal(tensors[0]) or ("" if not others else f"it takes no {others.pop()} together with {tensors[0].dtype}")
@@ -48,7 +49,9 @@ class Latent:
     def rope_tail(
         self, x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool
     ) -> Tensor:
-        """Implement `KernelTable.rope_tail`: norm (if `norm_eps`) and rotation in one pass."""
+        """Implement `KernelTable.rope_tail`: x [T, H, D] -> [T, H, D], a new tensor. Each head is
+        normalised first unless `norm_eps` is None, and its last R elements are rotated (R: width of
+        the cache), in one pass; `is_inverse` rotates backwards."""
         if not (last_is_plain(x, cos_sin_cache) and are_indices(positions)):
             return reference_sparse.rope_tail(x, positions, cos_sin_cache, norm_eps, is_inverse)
         tokens, heads, size = x.shape
@@ -82,7 +85,10 @@ class Latent:
         out_rows: Tensor,
         codec: RowCodec | None,
     ) -> None:
-        """Implement `KernelTable.norm_rope_store` in one pass."""
+        """Implement `KernelTable.norm_rope_store` in one pass: scale the first S elements of row t
+        of x [T, D] to root mean square 1, times weight [S], rotate the last ones (the width of the
+        cache), and write the row to rows[out_rows[t]], in the form of `codec` (None: plain
+        numbers). x itself does not change."""
         dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
         if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.norm_rope_store(x, weight, eps, positions, cos_sin_cache, rows, out_rows, codec)
@@ -102,7 +108,9 @@ class Latent:
         out_rows: Tensor,
         codec: RowCodec | None,
     ) -> None:
-        """Implement `KernelTable.index_key_store` in one pass."""
+        """Implement `KernelTable.index_key_store` in one pass: layer norm of row t of x [T, D],
+        rotation of its first elements (the width of the cache), written to rows[out_rows[t]] in the
+        form of `codec` (None: plain numbers). x itself does not change."""
         dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
         if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.index_key_store(x, weight, bias, eps, positions, cos_sin_cache, rows, out_rows, codec)
@@ -141,7 +149,8 @@ class Latent:
 
     @implements(takes_one)
     def grouped_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Implement `KernelTable.grouped_linear`; threads divide the outputs of a group."""
+        """Implement `KernelTable.grouped_linear`: x [T, G, K], weight [G, R, K] with any strides ->
+        [T, G, R]. Threads divide the outputs of a group."""
         group_stride, output_stride, input_stride = weight.stride()
         if not last_is_plain(x) or 1 not in (output_stride, input_stride):
             return reference_sparse.grouped_linear(x, weight)
@@ -168,8 +177,11 @@ class Latent:
     def hc_pre(
         self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implement `KernelTable.hc_pre`; threads divide first the columns of `fn`, then the
-        tokens."""
+        """Implement `KernelTable.hc_pre`: h [T, n, d], n residual streams of each token
+        (hyper-connections) -> (x [T, d] of h's dtype, a layer's input, which is a weighted sum of
+        the streams; and for `hc_post` the weights post float32 [T, n] and comb float32 [T, n, n]).
+        `fn` [2 n + n * n, n * d], `base` and `scale` make the weights; `iters`: normalisations of
+        comb's rows and columns."""
         tokens, streams, _ = h.shape
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_pre(h, fn, base, scale, norm_eps, hc_eps, iters)
@@ -179,7 +191,8 @@ class Latent:
 
     @implements(takes_one)
     def hc_head(self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-        """Implement `KernelTable.hc_head`: the first result of the kernel of `hc_pre`."""
+        """Implement `KernelTable.hc_head`: h [T, n, d], n residual streams of each token -> [T, d],
+        their weighted sum, the first result of the kernel of `hc_pre`."""
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_head(h, fn, base, scale, norm_eps, hc_eps)
         return self._mixed(h, fn, base, scale, norm_eps, hc_eps, 0, (None, None))
@@ -218,7 +231,9 @@ class Latent:
 
     @implements(takes_one)
     def hc_post(self, x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """Implement `KernelTable.hc_post` in one pass."""
+        """Implement `KernelTable.hc_post` in one pass: x [T, d], a layer's result, h [T, n, d],
+        post [T, n], comb [T, n, n] -> the new streams [T, n, d], a new tensor. Stream k is post[k]
+        * x plus the sum over j of comb[j, k] * h[j]."""
         if not (last_is_plain(x) and _are_streams(h) and post.is_contiguous() and comb.is_contiguous()):
             return reference_sparse.hc_post(x, h, post, comb)
         tokens, streams, size = h.shape
@@ -240,7 +255,8 @@ class Latent:
 
 
 def _are_streams(h: Tensor) -> bool:
-    """Return whether the streams [T, streams, size] of each token are contiguous."""
+    """Return whether the streams of each token of h [T, streams, size] are contiguous; tokens may
+    have gaps between them."""
     return h.stride()[1:] == (h.shape[2], 1)
 
 

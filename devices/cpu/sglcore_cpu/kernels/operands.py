@@ -22,8 +22,8 @@ width in elements."""
 
 
 def takes(*call: object) -> str:
-    """Return why a kernel refuses the call: the first floating-point argument must be float32 or
-    bfloat16; empty if it is."""
+    """Return why the native kernels refuse the call, empty if they take it: its first
+    floating-point tensor must be float32 or bfloat16. Nothing else is checked."""
     dtype = next(arg.dtype for arg in call if isinstance(arg, Tensor) and arg.is_floating_point())
     return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
 
@@ -34,15 +34,16 @@ def same_dtype(first: Tensor, *others: Tensor) -> bool:
 
 
 def type_of_norm(weight: Tensor, x: Tensor) -> int | None:
-    """Return the kernels' number for the dtype of a norm's weight, which must be contiguous and of
-    x's dtype or float32; None for another weight."""
+    """Return the kernels' number for the dtype of a norm's weight [N]; None unless the weight is
+    contiguous and of x's dtype or float32, and that dtype is float32 or bfloat16."""
     fits = weight.stride() == (1,) and weight.dtype in (x.dtype, torch.float32)
     return TYPES.get(weight.dtype) if fits else None
 
 
 def rows_of(x: Tensor) -> Rows | None:
-    """Return where the rows along the last dimension of x are; None if two strides can not describe
-    them."""
+    """Return where the rows along the last dimension of x are, as `Rows`; None for a scalar, and if
+    two strides can not describe them. A contiguous tensor of any number of dimensions is described,
+    and so is one of 2 or 3 dimensions without gaps within its rows."""
     shape, strides = x.shape, x.stride()
     if len(shape) == 2 and strides[1] == 1:
         return shape[0], strides[0], 1, 0, shape[1]
@@ -55,8 +56,9 @@ def rows_of(x: Tensor) -> Rows | None:
 
 
 def can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
-    """Return whether the rotary kernel takes the tensors: q and k [T, heads * D] of one supported
-    dtype with contiguous rows, contiguous int32 or int64 positions, a float32 cos/sin cache."""
+    """Return whether the rotary kernel takes the tensors: q and k [T, heads * D] of one dtype,
+    float32 or bfloat16, with contiguous rows; contiguous int32 or int64 positions; a float32
+    cos/sin cache with contiguous rows."""
     return (
         q.dtype in TYPES
         and k.dtype is q.dtype
@@ -70,8 +72,10 @@ def can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -
 
 
 def can_store(like: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> bool:
-    """Return whether one kernel can store v [T, heads * D] or [T, heads, D], and keys of `like`'s
-    dtype, in both caches: caches of one supported dtype and equal strides, heads contiguous."""
+    """Return whether one kernel can store v [T, heads * D] or [T, heads, D], and keys of the dtype
+    of `like`, in both caches [KV slots, heads, D]: v of that dtype, caches of one dtype and equal
+    strides with contiguous heads, contiguous int32 or int64 locations. Dtypes are float32 or
+    bfloat16."""
     strides, head_dim = k_cache.stride(), k_cache.shape[2]
     return (
         like.dtype in TYPES

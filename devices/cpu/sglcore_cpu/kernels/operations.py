@@ -1,8 +1,8 @@
 """Small operations of the kernel table by the native kernels: embedding, norms, activations, rotary
 embedding, and stores to the KV cache.
 
-Models use them in float32 and bfloat16 (`table.takes`). Tensors that the kernels do not read, such
-as rows with gaps between their elements, go to the reference.
+Models use them in float32 and bfloat16 (`operands.takes`). Tensors that the kernels do not read,
+such as rows with gaps between their elements, go to the reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from sglcore_cpu.native import TYPES, Engine
 
 class Operations:
     """Implements the kernel table's entries for small operations by methods of the same names, on
-    one engine. Each call waits for its result."""
+    one engine; `cast` is no entry, and `embedding` is called by `NativeLinear.embedding`, which is.
+    Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -36,8 +37,8 @@ class Operations:
         )
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the rows `ids` of an unpacked weight of any dtype, for
-        `NativeLinear.embedding`."""
+        """Return the rows `ids` (int32 or int64 [T]) of an unpacked weight [vocab, H] of any dtype,
+        as a new tensor [T, H]. `NativeLinear.embedding` calls it."""
         ids_bytes, strides = INDEX_BYTES.get(ids.dtype), weight.stride()
         if ids_bytes is None or ids.dim() != 1 or strides[1] != 1 or ids.stride() != (1,):
             return self._reference.embedding(ids, weight)
@@ -56,8 +57,8 @@ class Operations:
 
     @implements(takes)
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Implement `KernelTable.rms_norm` over the last dimension of x, which may have any number
-        of dimensions."""
+        """Implement `KernelTable.rms_norm`: x [..., N], with any number of dimensions, weight [N]
+        -> a new tensor [..., N] of x's dtype."""
         element, rows = TYPES.get(x.dtype), rows_of(x)
         weight_type = type_of_norm(weight, x)
         if element is None or rows is None or weight_type is None:
@@ -81,8 +82,9 @@ class Operations:
 
     @implements(takes)
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.add_rms_norm` in place: the norm is written to x, the sum to
-        `residual`."""
+        """Implement `KernelTable.add_rms_norm`: return (norm, sum) of x and residual [T, H]. The
+        kernel works in place: the norm is in x, the sum in `residual`; the reference, for tensors
+        that it does not read, returns new ones."""
         element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
         weight_type = type_of_norm(weight, x)
         if element is None or weight_type is None or residual.dtype is not x.dtype or x.dim() != 2:
@@ -106,8 +108,8 @@ class Operations:
 
     @implements(takes)
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Implement `KernelTable.layer_norm`; mean and variance take two passes, so a large mean
-        loses no precision."""
+        """Implement `KernelTable.layer_norm`: x [T, H], weight and bias [H] -> a new tensor [T, H].
+        Mean and variance take two passes, so a large mean loses no precision."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1 or weight.stride() != (1,) or bias.stride() != (1,):
             return self._reference.layer_norm(x, weight, bias, eps)
@@ -130,7 +132,8 @@ class Operations:
 
     @implements(takes)
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """Implement `KernelTable.silu_and_mul`: silu(gate) * up for rows [gate, up]."""
+        """Implement `KernelTable.silu_and_mul`: silu(gate) * up for rows [gate, up], so x [T, 2 *
+        I] -> [T, I]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.silu_and_mul(x)
@@ -144,7 +147,7 @@ class Operations:
     @implements(takes)
     def limited_silu_and_mul(self, x: Tensor, limit: float) -> Tensor:
         """Implement `KernelTable.limited_silu_and_mul`: silu(min(gate, limit)) * clamp(up, -limit,
-        limit) for rows [gate, up]."""
+        limit) for rows [gate, up], so x [T, 2 * I] -> [T, I]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.limited_silu_and_mul(x, limit)
@@ -163,7 +166,8 @@ class Operations:
 
     @implements(takes)
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """Implement `KernelTable.gelu_tanh_and_mul`: gelu_tanh(gate) * up for rows [gate, up]."""
+        """Implement `KernelTable.gelu_tanh_and_mul`: gelu_tanh(gate) * up for rows [gate, up], so x
+        [T, 2 * I] -> [T, I]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.gelu_tanh_and_mul(x)
@@ -176,7 +180,8 @@ class Operations:
 
     @implements(takes)
     def gelu(self, x: Tensor) -> Tensor:
-        """Implement `KernelTable.gelu`, with an error function that is accurate to 3e-7."""
+        """Implement `KernelTable.gelu`: x [T, I] -> a new tensor [T, I], with an error function
+        that is accurate to 3e-7."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.gelu(x)
@@ -189,7 +194,8 @@ class Operations:
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
-        """Implement `KernelTable.rotary`: rotate q and k into new tensors."""
+        """Implement `KernelTable.rotary`: return rotated q [T, heads * D] and k [T, kv_heads * D]
+        in new tensors."""
         if not can_rotate(q, k, positions, cos_sin_cache):
             return self._reference.rotary(q, k, positions, cos_sin_cache, head_dim)
         out = self._empty(*k.shape, dtype=k.dtype)
@@ -208,8 +214,9 @@ class Operations:
         v_cache: Tensor,
         out_cache_loc: Tensor,
     ) -> Tensor:
-        """Implement `KernelTable.rotary_and_store`: rotate q into a new tensor; write rotated keys
-        and values straight to their KV slots."""
+        """Implement `KernelTable.rotary_and_store`: return rotated q [T, heads * D] in a new
+        tensor; write rotated keys, and values, to their KV slots `out_cache_loc` of the caches. k
+        itself does not change."""
         cells = k_cache, v_cache, out_cache_loc
         if not can_rotate(q, k, positions, cos_sin_cache) or not can_store(q, v, *cells):
             return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
@@ -231,8 +238,8 @@ class Operations:
         k_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        """Implement `KernelTable.norm_rotary_and_store` as `rotary_and_store`, reading queries and
-        keys once."""
+        """Implement `KernelTable.norm_rotary_and_store`: as `rotary_and_store`, after an RMS norm
+        of each head of q and k (weights [D]), in one pass. Returns rotated q [T, heads * D]."""
         cells, norms = (k_cache, v_cache, out_cache_loc), (q_weight, k_weight, eps)
         q_type, k_type = type_of_norm(q_weight, q), type_of_norm(k_weight, q)
         if (
@@ -255,8 +262,9 @@ class Operations:
         store: tuple[Tensor, Tensor | None, Tensor | None],
         norms: tuple[Tensor | None, Tensor | None, float],
     ) -> Tensor:
-        """Return rotated q; write k and v to `store`: a tensor for k's rows and two times None, or
-        both caches and the KV slots."""
+        """Run the rotary kernel; return rotated q [T, heads * D]. `store`: (tensor for rotated k,
+        None, None), or (k_cache, v_cache, KV slots) to write k and v there. `norms`: (weight for q,
+        weight for k, eps); weights None: no norm."""
         (k_out, v_out, cells), (q_norm, k_norm, eps) = store, norms
         tokens, width = q.shape
         out = self._empty(tokens, width, dtype=q.dtype)
@@ -293,7 +301,8 @@ class Operations:
 
     @implements(takes)
     def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-        """Implement `KernelTable.store_kv` in one pass over keys and values."""
+        """Implement `KernelTable.store_kv` in one pass: row t of key and value [T, kv_heads, D] is
+        written to KV slot out_cache_loc[t] of both caches, cast to their dtype."""
         if value.stride()[1:] != key.stride()[1:] or not can_store(key, value, k_cache, v_cache, out_cache_loc):
             return self._reference.store_kv(key, value, k_cache, v_cache, out_cache_loc)
         rows, heads, head_dim = key.shape
@@ -315,7 +324,8 @@ class Operations:
         return None
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy x [T, N], with any row stride, to a new contiguous tensor of `dtype`."""
+        """Return a copy of x [T, N], with any row stride, as a new contiguous tensor of `dtype`,
+        even if x has that dtype."""
         element, out_type, strides = TYPES.get(x.dtype), TYPES.get(dtype), x.stride()
         if element is None or out_type is None or len(strides) != 2 or strides[1] != 1:
             return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -342,8 +352,9 @@ class Operations:
     def cache_locations(
         self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor
     ) -> None:
-        """Implement `KernelTable.cache_locations`; `out` is its `out_cache_loc`. Runs on the
-        calling thread, except for very long prompts."""
+        """Implement `KernelTable.cache_locations`: write the KV slot of each token's position to
+        `out` [T], int32 or int64 (the entry's `out_cache_loc`). Runs on the calling thread, except
+        for very long prompts."""
         out_bytes, table_stride = INDEX_BYTES.get(out.dtype), page_table.stride()
         is_plain = slots.stride() == positions.stride() == out.stride() == (1,) and table_stride[1] == 1
         are_int32 = page_table.dtype is slots.dtype is positions.dtype is torch.int32

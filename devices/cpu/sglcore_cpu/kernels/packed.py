@@ -14,7 +14,7 @@ class Held(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of memory that the packed weight takes, padding included."""
         ...
 
     @property
@@ -28,17 +28,18 @@ class Form(Held, Protocol):
     operations that read it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """Return x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype, or
-        the same values as float32 if `wide`."""
+        """Return x [T, in] times the weight's transpose, plus bias [out] (None: none): [T, out] in
+        x's dtype, or as float32 if `wide`."""
         ...
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """Return silu(x @ gate) * (x @ up) [T, out / 2] for a weight with gate's rows before up's,
-        with the reference's casts; None if this format does not support it."""
+        """Return silu(x @ gate.T) * (x @ up.T) [T, out / 2] in x's dtype, for a weight with gate's
+        rows before up's and with the reference's casts; None, and nothing is computed, if this
+        format does not support it for a weight of this size."""
         ...
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight's rows `ids` int [T] as [T, in]."""
+        """Return the weight's rows `ids` int [T] as [T, in] of `dtype`, float32 or bfloat16."""
         ...
 
 
@@ -55,7 +56,7 @@ class ClosedWeight(Tensor):
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Bytes of the packed form."""
+        """Bytes of the packed form, not of the shape and dtype."""
         return self.form.num_bytes
 
     @classmethod

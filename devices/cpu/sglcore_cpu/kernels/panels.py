@@ -19,10 +19,10 @@ ALIGNMENT = 64
 
 
 def pack(engine: Engine, weight: Tensor) -> PackedWeight:
-    """Pack a copy of `weight` [out, in] float32 or bf16, on the engine's threads, and wait. The
-    weight may have any address (a mapped file too) and any row stride. Raises ValueError for
-    another dtype or shape, and MemoryError.
-    """
+    """Return a packed copy of `weight` [out, in] float32 or bf16, made on the engine's threads;
+    waits. The weight may have any address (a mapped file too) and any row stride, and is not used
+    afterwards. Raises ValueError for another dtype, an empty weight or rows with gaps, and
+    MemoryError."""
     if weight.dtype not in TYPES or weight.dim() != 2 or not weight.numel() or not _has_plain_rows(weight):
         raise ValueError(
             f"found a weight {list(weight.shape)} of {weight.dtype} with strides {weight.stride()}; wanted [out, in] "
@@ -34,9 +34,10 @@ def pack(engine: Engine, weight: Tensor) -> PackedWeight:
 
 
 def pack_parts(engine: Engine, parts: Sequence[Tensor], done: Callable[[int], None]) -> PackedWeight | None:
-    """Pack parts [rows, in] as one weight, concatenated by rows, and wait. Returns None if the
-    parts differ in dtype or width, if `pack` does not take one, or if any but the last has a number
-    of rows that is no multiple of 16. Calls `done(index)` after each part. Raises MemoryError."""
+    """Return parts [rows, in] packed as one weight, concatenated by rows; waits. Returns None,
+    before reading anything, if the parts differ in dtype or width, if `pack` does not take one, or
+    if any but the last has a number of rows that is no multiple of 16. Calls `done(index)` on the
+    calling thread once part `index` is packed and no longer needed. Raises MemoryError."""
     first = parts[0]
     alike = all(part.dtype is first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
     whole = all(part.shape[0] % ROWS == 0 for part in parts[:-1])
@@ -53,8 +54,9 @@ def pack_parts(engine: Engine, parts: Sequence[Tensor], done: Callable[[int], No
 
 
 class PanelForm:
-    """A weight [out_features, in_features] in panels: a `packed.Form`. Rows are padded to a
-    multiple of 16, the columns of bf16 weights to a multiple of 32."""
+    """A weight [out_features, in_features] in panels of 16 rows: a `packed.Form`. Rows are padded
+    to a multiple of 16, the columns of bf16 weights to a multiple of 32. Its memory is zeros until
+    `fill`."""
 
     def __init__(self, engine: Engine, out_features: int, in_features: int, dtype: torch.dtype) -> None:
         self.engine = engine
@@ -69,8 +71,8 @@ class PanelForm:
         self._panel_rows = engine.kernel("panel_rows").bind()
 
     def fill(self, weight: Tensor, row: int) -> None:
-        """Pack the rows of `weight`, which has this form's dtype, from `row` on, a multiple of 16.
-        Waits."""
+        """Pack the rows of `weight` [rows, in_features], which has this form's dtype, as the rows
+        from `row` on; `row` is a multiple of 16. Checks nothing; waits."""
         panel_bytes = self.num_bytes // -(-self.out_features // ROWS)
         self.engine.kernel("pack_panels").bind()(
             source=weight.data_ptr(),
@@ -84,14 +86,14 @@ class PanelForm:
 
     @property
     def name(self) -> str:
-        """Its name in the ledger."""
+        """Its name in the ledger: "float32 panels" or "bf16 panels"."""
         return "float32 panels" if self.dtype is torch.float32 else "bf16 panels"
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """Return x [T, in] times the weight's transpose, plus bias [out]: [T, out], from float32
-        sums that are rounded once. x (with any row stride) and bias have the weight's dtype.
-        `wide`: the sums as float32. Raises ValueError.
-        """
+        """Return x [T, in] times the weight's transpose, plus bias [out] (None: none): [T, out] in
+        x's dtype, from float32 sums that are rounded once, or these sums as float32 if `wide`. x
+        (with any row stride) and bias must have the weight's dtype; raises ValueError otherwise,
+        and for other shapes."""
         self._check(x)
         out = self.engine.empty(x.shape[0], self.out_features, dtype=torch.float32 if wide else x.dtype)
         self._linear(
@@ -110,9 +112,9 @@ class PanelForm:
         return out
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """Return silu(x @ gate) * (x @ up) [T, out / 2] for a weight with gate's rows before up's,
-        with the reference's casts; None if `out` is no multiple of 32. Raises ValueError.
-        """
+        """Return silu(x @ gate.T) * (x @ up.T) [T, out / 2] for a weight with gate's rows before
+        up's, with the reference's casts; None if `out` is no multiple of 32. Raises ValueError for
+        an x that `multiply` refuses."""
         if self.out_features % (2 * ROWS):
             return None
         self._check(x)
@@ -131,10 +133,9 @@ class PanelForm:
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight's rows `ids`, int32 or int64 [T], as [T, in] of `dtype`, float32 or
-        bf16. The ids are not checked on the host: a row that the weight lacks is NaN. Raises
-        ValueError.
-        """
+        """Return the weight's rows `ids`, contiguous int32 or int64 [T], as [T, in] of `dtype`,
+        float32 or bf16. The ids are not checked on the host: a row that the weight lacks is NaN.
+        Raises ValueError for other dtypes and shapes of the arguments."""
         if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
             raise ValueError(f"found ids {list(ids.shape)} of {ids.dtype}; wanted contiguous int32 or int64 [T]")
         if dtype not in TYPES:

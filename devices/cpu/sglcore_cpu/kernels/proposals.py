@@ -33,8 +33,12 @@ class Proposals:
         seq_lens: Tensor,
         owners: Tensor,
     ) -> None:
-        """Implement `KernelTable.place_proposals`; tensors that are not contiguous int32 go to the
-        reference."""
+        """Implement `KernelTable.place_proposals`: write the tokens that a verification step runs
+        to `ids`, `positions`, `seq_lens` and `owners` [B * N], for B requests at request slots
+        `slots` with N tokens each (the last token and N - 1 draft tokens), from the tables by slot
+        `last`, `lengths` and `proposals`. A token past its request's `limits` (KV slots) or `nodes`
+        (None: no such limit) gets position 0 and owner 0. Tensors that are not contiguous int32 go
+        to the reference."""
         given = (
             last,
             lengths,
@@ -81,7 +85,10 @@ class Proposals:
         proposals: Tensor,
         runs: Tensor,
     ) -> None:
-        """Implement `KernelTable.accept_proposals`; tensors that are not contiguous int32 go to the
+        """Implement `KernelTable.accept_proposals`: compare the draft tokens of B requests with
+        `drawn` [B * N] up to the first difference; update `last` and `lengths` at their request
+        slots, and write runs [4, B]: numbers of accepted and of verified draft tokens, row of the
+        last accepted token, new length. Tensors that are not contiguous int32 go to the
         reference."""
         given = drawn, owners, slots, limits, last, lengths, proposals, runs
         if not _are_plain(given):

@@ -34,8 +34,9 @@ MOST_ZERO = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
-    """Memory layout of a weight [rows, columns] in one block: codes, float16 scales, and float16
-    zeros if `has_zeros`. Each part is in panels of 16 rows and starts at a multiple of 64 bytes."""
+    """Memory layout of a weight [rows, columns] in one block: codes of `bits` (8 or 4), float16
+    scales, one for each `group` columns of a row, and float16 zeros if `has_zeros`. Each part is in
+    panels of 16 rows and starts at a multiple of 64 bytes."""
 
     rows: int
     columns: int
@@ -51,12 +52,12 @@ class QuantizedLayout:
 
     @property
     def groups(self) -> int:
-        """Scales of a row in memory, padding included."""
+        """Number of scales of a row in memory, padding included."""
         return self.padded // self.group
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of all codes."""
+        """Bytes of all codes, with rows and columns padded."""
         return self._panels * PANEL * self.padded * self.bits // 8
 
     @property
@@ -66,7 +67,7 @@ class QuantizedLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole weight."""
+        """Bytes of the whole weight: codes, scales and zeros."""
         return self.code_bytes + self.scale_bytes * (2 if self.has_zeros else 1)
 
     @property
@@ -74,7 +75,8 @@ class QuantizedLayout:
         return -(-self.rows // PANEL)
 
     def arguments(self, address: int, multiplier: float) -> dict[str, float]:
-        """Return the kernel arguments that describe the weight."""
+        """Return the kernel arguments that describe the weight at `address`, by name. `multiplier`:
+        the factor of all scales. The argument `zeros` is 0 without zeros."""
         scales = address + self.code_bytes
         return {
             "codes": address,
@@ -89,7 +91,9 @@ class QuantizedLayout:
 
 
 class QuantizedForm:
-    """A quantised weight in memory, with the kernels that read it; implements `packed.Form`."""
+    """A quantised weight in memory, with the kernels that read it; implements `packed.Form`.
+    `memory`: the block that `layout` describes; `multiplier`: a power of two that all scales are
+    relative to."""
 
     __slots__ = ("_engine", "_gated", "_linear", "_rows", "_weight", "layout", "memory", "multiplier")
 
@@ -105,25 +109,28 @@ class QuantizedForm:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of `memory`."""
         return self.memory.numel()
 
     @property
     def name(self) -> str:
-        """Its name in the ledger."""
+        """Its name in the ledger, such as "int4 panels of groups of 32 with zeros"."""
         zeros = " with zeros" if self.layout.has_zeros else ""
         return f"int{self.layout.bits} panels of groups of {self.layout.group}{zeros}"
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """Return x [T, in], float32 or bfloat16, times the weight's transpose, plus bias [out]:
-        [T, out] in x's dtype, or the same values as float32 if `wide`. Raises ValueError."""
+        """Return x [T, in], float32 or bfloat16, times the weight's transpose, plus bias [out]
+        (None: none): [T, out] in x's dtype, or the same values as float32 if `wide` (for bfloat16 x
+        they are rounded to bfloat16 first). x is quantised to int8 inside. Raises ValueError for
+        other dtypes, shapes and rows with gaps."""
         out = self._engine.empty(x.shape[0], self.layout.rows, dtype=torch.float32 if wide else x.dtype)
         self._multiply(self._linear, x, bias, out, wide and x.dtype == torch.bfloat16)
         return out
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """Return silu(x @ gate) * (x @ up) [T, out / 2]; None if gate and up do not fill whole
-        panels, that is if `out` is no multiple of 32. Raises ValueError."""
+        """Return silu(x @ gate.T) * (x @ up.T) [T, out / 2] in x's dtype, for a weight with gate's
+        rows before up's; None if gate and up do not fill whole panels, that is if `out` is no
+        multiple of 32. Raises ValueError for an x that `multiply` refuses."""
         if self.layout.rows % (2 * PANEL):
             return None
         out = self._engine.empty(x.shape[0], self.layout.rows // 2, dtype=x.dtype)
@@ -160,8 +167,9 @@ class QuantizedForm:
             )
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight's rows `ids`, int32 or int64 [T], as [T, in] float32 or bfloat16; an id
-        out of range gives a row of NaN. Raises ValueError."""
+        """Return the weight's rows `ids`, contiguous int32 or int64 [T], as [T, in] of `dtype`,
+        float32 or bfloat16; an id out of range gives a row of NaN. Raises ValueError for other
+        dtypes and shapes of the arguments."""
         if (
             ids.dtype not in (torch.int32, torch.int64)
             or ids.dim() != 1
@@ -185,7 +193,8 @@ class QuantizedForm:
         return out
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole weight [out, in] as float32 or bfloat16, rounded once."""
+        """Return the whole weight [out, in] as a new plain tensor of `dtype`, float32 or bfloat16,
+        rounded once. Raises KeyError for another dtype."""
         out = torch.empty(self.layout.rows, self.layout.columns, dtype=dtype)
         kernel = self._engine.kernel("dequantize").bind()
         kernel(**self._weight, out=out.data_ptr(), out_stride=out.stride(0), out_type=TYPES[dtype])
@@ -230,9 +239,14 @@ def pack_quantized(
 def quantize(
     engine: Engine, weight: Tensor, bits: int, group: int | None = None, has_zeros: bool = False
 ) -> PackedWeight:
-    """Quantise a weight [N, K] of float32 or bfloat16 to `bits` (8 or 4) with the nearest codes. At
-    4 bits each scale (and zero, with `has_zeros`) is searched for the least squared error. Waits.
-    Raises ValueError."""
+    """Quantise a weight [N, K] of float32 or bfloat16 to `bits` (8 or 4) with the nearest codes;
+    return the packed weight, and wait. `group`: columns of one scale, 32, 64 or 128 (None: 64 at 8
+    bits, 32 at 4). At 4 bits each scale (and zero, with `has_zeros`) is searched for the least
+    squared error.
+
+    Raises ValueError for other bits, groups, dtypes, an empty weight, and values that are not
+    finite.
+    """
     group = DEFAULT_GROUP.get(bits, 0) if group is None else group
     if bits not in DEFAULT_GROUP or group not in GROUPS:
         raise ValueError(f"found {bits} bits in groups of {group}; wanted 8 or 4 bits in groups of 32, 64 or 128")
@@ -274,8 +288,9 @@ def _check_codes(codes: Tensor, bits: int) -> None:
 
 
 def _split(columns: int, group: int) -> tuple[int, int]:
-    """Return the group size that the kernels use, and how many of these groups share a scale.
-    Raises ValueError unless `group` is a multiple of 32 or covers all columns."""
+    """Return (the group size that the kernels use: 128, 64 or 32; the number of these groups that
+    share a scale), for a checkpoint's groups of `group` columns. Raises ValueError unless `group`
+    is a multiple of 32 or covers all columns."""
     if group >= columns and group not in GROUPS:
         return GROUPS[0], -(-columns // GROUPS[0])
     for unit in GROUPS:
@@ -285,8 +300,10 @@ def _split(columns: int, group: int) -> tuple[int, int]:
 
 
 def _per_group(values: Tensor, what: str, rows: int, groups: int, repeats: int) -> Tensor:
-    """Check scales or zeros and repeat them for each group: float32 [rows, groups]. Raises
-    ValueError."""
+    """Return scales or zeros [rows, groups / repeats, rounded up] of any float dtype as contiguous
+    float32 [rows, groups], each repeated for the groups that share it. `what`: "scales" or "zeros",
+    for the message. Raises ValueError for another shape, values that are not finite, and zeros
+    beyond float16."""
     wanted = (rows, -(-groups // repeats))
     if values.shape != wanted or not values.is_floating_point():
         raise ValueError(f"found {what} {list(values.shape)} of {values.dtype}; wanted {list(wanted)} of floats")
@@ -302,5 +319,6 @@ def _per_group(values: Tensor, what: str, rows: int, groups: int, repeats: int) 
 
 
 def _multiplier(largest: float) -> float:
-    """Return a power of two; the largest scale divided by it is near the top of float16's range."""
+    """Return a power of two, the factor of all scales: the largest scale divided by it is near the
+    top of float16's range. 1.0 if `largest`, the largest scale, is 0."""
     return math.ldexp(1.0, max(math.frexp(largest)[1], -100) - 15) if largest else 1.0

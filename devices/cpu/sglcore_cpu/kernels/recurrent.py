@@ -1,7 +1,7 @@
 """Kernel table entries of recurrent layers by the native kernels. Each request has a state in a
 pool, which they read and write in place.
 
-Models use them in float32 and bfloat16 (`table.takes`).
+Models use them in float32 and bfloat16 (`operands.takes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from sglcore_cpu.native import TYPES, Engine
 
 class Recurrent:
     """Implements the kernel table's entries for recurrent layers by methods of the same names, on
-    one engine. Each call waits for its result."""
+    one engine. Each call waits for its result. `slots` int32 [B] names each row's state in the
+    pool, `starts` and `lengths` int32 [B] its tokens (None: row r is token r); the new state is
+    written to `targets` (None: to `slots`)."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -39,7 +41,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Implement `KernelTable.causal_conv`. Threads divide the channels and go through a
+        """Implement `KernelTable.causal_conv`: x [T, C], weight [W, C], bias [C] or None -> [T, C];
+        `tails` [S, W - 1, C] are updated in place. Threads divide the channels and go through a
         request's tokens in order."""
         tokens, size = x.shape
         out = self._empty(tokens, size, dtype=x.dtype)
@@ -71,8 +74,10 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Implement `KernelTable.gated_delta_rule`. Threads divide the columns of the states and go
-        through a request's tokens in order."""
+        """Implement `KernelTable.gated_delta_rule`: qkv [T, 2 * Hk * K + H * V] (Hk query and key
+        heads of K elements, H value heads of V), a and b [T, H] -> [T, H * V]; `states` float32 [S,
+        H, K, V] are updated in place. Threads divide the columns of the states and go through a
+        request's tokens in order."""
         tokens, (_, heads, key, size) = qkv.shape[0], states.shape
         out = self._empty(tokens, heads * size, dtype=qkv.dtype)
         self._gated_delta_rule(
@@ -111,8 +116,10 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Implement `KernelTable.selective_scan`. Threads divide the rows of the states and go
-        through a request's tokens in order."""
+        """Implement `KernelTable.selective_scan`: xbc [T, H * P + 2 * G * N] (H heads of P
+        elements, then B and C of G groups with N elements), dt [T, H] -> [T, H * P]; the time step
+        is limited to [dt_min, dt_max]. `states` float32 [S, H, P, N] are updated in place. Threads
+        divide the rows of the states and go through a request's tokens in order."""
         tokens, (_, heads, size, width) = xbc.shape[0], states.shape
         out = self._empty(tokens, heads * size, dtype=xbc.dtype)
         self._selective_scan(
@@ -137,7 +144,9 @@ class Recurrent:
 
     @implements(takes)
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        """Implement `KernelTable.gated_rms_norm` in one pass over each group."""
+        """Implement `KernelTable.gated_rms_norm`: x and gate [T, N], weight [G, size] -> [T, N].
+        Each `size` elements are normalised and multiplied by silu(gate), before the norm if
+        `gate_first`, else after it."""
         (rows, width), (groups, size) = x.shape, weight.shape
         out = self._empty(rows, width, dtype=x.dtype)
         self._gated_rms_norm(

@@ -27,19 +27,22 @@ GROUP_UNIT = 16
 
 
 def takes_rows(q: Tensor, rows: Tensor, chosen: Tensor, more_rows: Tensor | None, *others: object) -> str:
-    """Return why `sparse_mqa` or `paged_mqa` is refused, empty if it is taken. The fourth argument
-    of `paged_mqa` is no pool of rows but int32."""
+    """Return why `sparse_mqa` or `paged_mqa` is refused, empty if it is taken: q must be float32 or
+    bfloat16, the rows of all pools of one dtype that the kernels read. The fourth argument of
+    `paged_mqa` is int32 and no pool of rows, so it is not checked."""
     more = [more_rows] if isinstance(more_rows, Tensor) and more_rows.dtype is not torch.int32 else []
     return refusal(q, rows, *more)
 
 
 def takes_keys(q: Tensor, weights: Tensor, keys: Tensor, *others: object) -> str:
-    """Return why `index_logits` is refused; empty if it is taken."""
+    """Return why `index_logits` is refused, empty if it is taken: q and weights must be float32 or
+    bfloat16, the keys of a dtype in `ROW_TYPES`."""
     return refusal(q, keys) or refusal(weights)
 
 
 def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) -> str:
-    """Return why `compress` is refused; empty if it is taken."""
+    """Return why `compress` is refused, empty if it is taken: kv_gate must be float32 or bfloat16,
+    state and `ape` float32."""
     wide = {state.dtype, ape.dtype} == {torch.float32}
     return refusal(kv_gate) or ("" if wide else f"the state is {state.dtype}, the positional weights {ape.dtype}")
 
@@ -70,7 +73,11 @@ class SparseAttention:
         value_size: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Implement `KernelTable.sparse_mqa`; threads divide the lists in chunks."""
+        """Implement `KernelTable.sparse_mqa`: q [T, H, D] attends over the rows that chosen int32
+        [T, W] lists (-1: none), and those of `more_rows` and `more_chosen` unless None -> [T, H,
+        value_size]. A row is a key, and its first `value_size` elements the value. `sinks` [H]: a
+        further logit without a value. Zeros where nothing is listed. The pool's rows have the form
+        of `codec` (None: plain numbers)."""
         lists = [each for each in (chosen, more_chosen) if each is not None]
         others = [each for each in (more_rows, sinks) if each is not None]
         if not (is_known(codec) and last_is_plain(q, rows, *others) and are_indices(*lists)):
@@ -107,7 +114,10 @@ class SparseAttention:
         value_size: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Implement `KernelTable.paged_mqa`; threads divide each request in chunks."""
+        """Implement `KernelTable.paged_mqa`: q [T, H, D] attends over the first lens[t] rows of its
+        request, found by the page table -> [T, H, value_size]. A row is a key, and its first
+        `value_size` elements the value. The pool's rows have the form of `codec` (None: plain
+        numbers). Threads divide each request in chunks."""
         if not (is_known(codec) and last_is_plain(q, rows) and are_indices(table, token_slots, lens)):
             return reference_sparse.paged_mqa(q, rows, table, token_slots, lens, page_size, scale, value_size, codec)
         out = self._empty(*q.shape[:2], value_size, dtype=q.dtype)
@@ -136,7 +146,9 @@ class SparseAttention:
         width: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Implement `KernelTable.index_logits`; threads divide each request's keys in chunks."""
+        """Implement `KernelTable.index_logits`: the indexer's scores of the first lens[t] keys of
+        each token's request -> float32 [T, width], -inf after them. Threads divide each request's
+        keys in chunks."""
         if not (is_known(codec) and last_is_plain(q, weights, keys) and are_indices(table, token_slots, lens)):
             pages = table, token_slots, lens, rows_per_page
             return reference_sparse.index_logits(q, weights, keys, *pages, scale, width, codec)
@@ -161,7 +173,9 @@ class SparseAttention:
     def index_top_k(
         self, logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int
     ) -> Tensor:
-        """Implement `KernelTable.index_top_k`; threads divide the tokens."""
+        """Implement `KernelTable.index_top_k`: return int32 [T, k], the pool rows of the k largest
+        of the first lens[t] logits [T, W], in text order, -1 where there are fewer. Threads divide
+        the tokens."""
         if not (last_is_plain(logits) and are_indices(lens, table, token_slots)):
             return reference_sparse.index_top_k(logits, lens, table, token_slots, rows_per_page, k)
         tokens, width = logits.shape
@@ -181,7 +195,9 @@ class SparseAttention:
     def window_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
     ) -> None:
-        """Implement `KernelTable.window_rows`; threads divide the tokens."""
+        """Implement `KernelTable.window_rows`: write to `out` int32 [T, window] the pool rows of
+        the last `window` tokens up to each token, itself included, the oldest first, then -1.
+        Threads divide the tokens."""
         if not (are_indices(table, token_slots, positions, out) and out.is_contiguous()):
             reference_sparse.window_rows(table, token_slots, positions, window, page_size, out)
         else:
@@ -191,7 +207,9 @@ class SparseAttention:
     def block_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor
     ) -> None:
-        """Implement `KernelTable.block_rows`; threads divide the tokens."""
+        """Implement `KernelTable.block_rows`: write to `out` int32 [T, W] the pool rows of the
+        blocks of `ratio` tokens that are complete with each token, in order, then -1. Threads
+        divide the tokens."""
         if not (are_indices(table, token_slots, positions, out) and out.is_contiguous()):
             reference_sparse.block_rows(table, token_slots, positions, ratio, page_size, out)
         else:
@@ -232,7 +250,11 @@ class SparseAttention:
         out_rows: Tensor,
         writes: Tensor,
     ) -> None:
-        """Implement `KernelTable.compress_plan`, on the calling thread."""
+        """Implement `KernelTable.compress_plan`, on the calling thread: find the blocks of `ratio`
+        tokens that this step completes, and write the plan that `compress` reads. For each of N
+        blocks: `reads` [N, W], the sources of its W tokens (a token of this step, -2 minus a row of
+        the state, or -1), `block_positions`, its first position, and `out_rows`, its row in the
+        pool. `writes` [T]: the row of the state for each token (0: none)."""
         given = slots, seq_lens, lengths, starts, token_slots, positions, table, state_table, state_offsets
         indices = (each for each in (*given, reads, block_positions) if each is not None)
         if not (are_indices(*indices) and reads.is_contiguous()):
@@ -268,8 +290,10 @@ class SparseAttention:
 
     @implements(takes_state)
     def compress(self, kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
-        """Implement `KernelTable.compress`; threads divide the channels of each event, then the
-        tokens."""
+        """Implement `KernelTable.compress`: sum the values of the W tokens of each of N blocks that
+        `compress_plan` found, weighted by a softmax of their gates plus `ape` -> [N, C * ratio /
+        W]. kv_gate [T, 2 * C] has values, then gates. Row t is kept in state[writes[t]], in place.
+        Threads divide the channels of each block, then the tokens."""
         are_dense = ape.is_contiguous() and reads.is_contiguous()
         if not (last_is_plain(kv_gate, state, writes) and are_indices(reads) and are_dense):
             return reference_sparse.compress(kv_gate, state, ape, reads, writes)
@@ -296,8 +320,8 @@ class SparseAttention:
 
 
 def refusal(x: Tensor, *rows: Tensor) -> str:
-    """Return why the kernels do not compute with the dtypes of x and of a pool's rows; empty if
-    they do."""
+    """Return why the kernels do not compute with the dtypes of x and of a pool's `rows` tensors,
+    empty if they do: x must be float32 or bfloat16, the rows all of one dtype in `ROW_TYPES`."""
     if x.dtype not in TYPES:
         return f"it computes in float32 and bfloat16, not in {x.dtype}"
     if any(each.dtype is not rows[0].dtype for each in rows) or any(each.dtype not in ROW_TYPES for each in rows):
@@ -306,7 +330,8 @@ def refusal(x: Tensor, *rows: Tensor) -> str:
 
 
 def last_is_plain(*tensors: Tensor) -> bool:
-    """Return whether the last dimension of every tensor has no gaps."""
+    """Return whether the last dimension of every tensor has no gaps; a last dimension of at most 1
+    element has none."""
     return all(each.stride(-1) == 1 or each.shape[-1] <= 1 for each in tensors)
 
 
@@ -334,12 +359,14 @@ def _heads(q: Tensor) -> dict[str, int]:
 
 
 def is_known(codec: RowCodec | None) -> bool:
-    """Return whether the kernels can read the codec's rows; True without a codec."""
+    """Return whether the kernels can read rows in the codec's form: its group size must be a
+    multiple of 16. True without a codec."""
     return codec is None or codec.group % GROUP_UNIT == 0
 
 
 def form_of(rows: Tensor, codec: RowCodec | None) -> dict[str, int]:
-    """Return the kernel arguments that describe the format of a pool's rows."""
+    """Return the kernel arguments that describe the format of a pool's rows: `row_type`, and
+    `exact` and `group` of the codec, 0 without one."""
     exact, group = (0, 0) if codec is None else (codec.exact, codec.group)
     return {"row_type": ROW_TYPES[rows.dtype], "exact": exact, "group": group}
 

@@ -54,7 +54,8 @@ class NativeLinear:
 
     @implements()
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Implement `KernelTable.linear`."""
+        """Implement `KernelTable.linear`: x [T, in], plain or packed weight [out, in], bias [out]
+        or None -> [T, out] in x's dtype."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(x, bias)
         if bias is None and x.shape[0] <= FEW_ROWS and x.dtype in SERVED and takes_plain(x, weight):
@@ -63,61 +64,69 @@ class NativeLinear:
 
     @implements(takes)
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Implement `KernelTable.gated_linear`; in two passes if the weight's format has no fused
-        kernel."""
+        """Implement `KernelTable.gated_linear`: x [T, in], weight [2 * I, in], gate's rows first ->
+        silu(gate) * up [T, I]. Takes plain and packed weights; two kernels if the weight's format
+        has no fused one."""
         gated = weight.form.multiply_gated(x) if isinstance(weight, PackedWeight) else None
         return self._silu_and_mul(self.linear(x, weight, None)) if gated is None else gated
 
     @implements()
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Implement `KernelTable.head`: float32 logits."""
+        """Implement `KernelTable.head`: hidden [N, H], plain or packed weight [vocab, H] -> logits
+        float32 [N, vocab]."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(hidden, None, wide=True)
         return torch_linear(hidden, weight, None).float()
 
     @implements()
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Implement `KernelTable.embedding` on a plain or packed weight."""
+        """Implement `KernelTable.embedding`: the rows `ids` int [T] of a plain or packed weight
+        [vocab, H], as [T, H] of the weight's dtype."""
         if isinstance(weight, PackedWeight):
             return weight.form.rows(ids, weight.dtype)
         return self._embedding(ids, weight)
 
     @implements()
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """Implement `KernelTable.pack_linear` and `pack_head`: pack the weight in panels; a dtype
-        outside `SERVED` stays plain."""
+        """Implement `KernelTable.pack_linear` and `pack_head`: return the weight [out, in] packed
+        in panels; a weight of a dtype outside `SERVED` is returned as it is."""
         return pack(self.engine, weight) if weight.dtype in SERVED else weight
 
     pack_head = pack_linear
 
     @implements()
     def pack_parts(self, parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-        """Implement `KernelTable.pack_parts` by `panels.pack_parts`."""
+        """Implement `KernelTable.pack_parts`: return one packed weight of parts [rows, in], or None
+        if they do not fit; calls `done(index)` after each part, as `panels.pack_parts` does."""
         return pack_parts(self.engine, parts, done)
 
     @implements()
     def pack_quantized(self, quantized: QuantizedCodes) -> Tensor:
-        """Implement `KernelTable.pack_quantized`. Raises ConfigError for a dtype outside
-        `SERVED`."""
+        """Implement `KernelTable.pack_quantized`: return the packed weight of a checkpoint's 8-bit
+        or 4-bit codes. Raises ConfigError for a dtype outside `SERVED`, ValueError for codes that
+        `quantized_form.pack_quantized` refuses."""
         check_served(quantized.dtype)
         codes, scales, zeros = quantized.codes, quantized.scales, quantized.zeros
         return pack_quantized(self.engine, codes, scales, zeros, quantized.bits, quantized.group, quantized.dtype)
 
     @implements()
     def quantize_linear(self, weight: Tensor, kind: str) -> Tensor:
-        """Implement `KernelTable.quantize_linear`. Raises ConfigError for a dtype outside
-        `SERVED`."""
+        """Implement `KernelTable.quantize_linear`: return weight [out, in] quantised to `kind`,
+        "int8" or "int4". Raises ConfigError for a dtype outside `SERVED`, ValueError for values
+        that are not finite."""
         check_served(weight.dtype)
         return quantize(self.engine, weight, BITS[kind])
 
 
 def takes_plain(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x [T, in] and a plain weight have one dtype and contiguous rows."""
+    """Return whether the native kernel takes x with a weight that is not packed: x [T, in] and
+    weight [out, in] of one dtype with contiguous rows, and the weight not in oneDNN's blocks."""
     return not weight.is_mkldnn and x.dtype is weight.dtype and x.dim() == 2 and x.stride(1) == weight.stride(1) == 1
 
 
 def check_served(dtype: torch.dtype) -> None:
-    """Raise ConfigError for a dtype in which weights of 8 or 4 bits can not be multiplied."""
+    """Raise ConfigError for a dtype in which weights of 8 or 4 bits can not be multiplied: any but
+    float32 and bfloat16."""
     if dtype not in SERVED:
         raise ConfigError(
             f"weights of 8 or 4 bits are multiplied in bfloat16 or float32; found the dtype {dtype}".replace(
@@ -138,8 +147,9 @@ class NativeExperts:
         self._native, self._grouped, self._takes = native, grouped, takes
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> Tensor:
-        """Implement the entry (`moe`, `clamped_moe` or `relu2_moe`) that both functions
-        implement."""
+        """Implement `moe`, `clamped_moe` or `relu2_moe`, whichever both functions implement: hidden
+        [T, H], weights and ids [T, K], expert weights -> [T, H]. `others` are the entry's further
+        arguments."""
         is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
         is_large = is_large and not self._takes(hidden, weights, ids, w13, *others)
         return (self._grouped if is_large else self._native)(hidden, weights, ids, w13, *others)
@@ -151,7 +161,8 @@ group: the sums within a group are exact integers."""
 
 
 def native_table(engine: Engine) -> KernelTable:
-    """Make the table: every entry that the engine serves; the others are torch's."""
+    """Make the kernel table: every entry that the native kernels implement runs on `engine`; the
+    others are torch's. All share the engine, so one thread at a time may call them."""
     operations, latent, experts = Operations(engine), Latent(engine), Experts(engine)
     linear, draw = NativeLinear(engine, operations, latent), NativeDraw(engine)
     small = (operations, Proposals(engine), Trees(engine), Recurrent(engine))
@@ -168,8 +179,9 @@ def native_table(engine: Engine) -> KernelTable:
 
 
 def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
-    """Return the entries `moe`, `clamped_moe` and `relu2_moe`; with `has_tiles` each is a
-    `NativeExperts`, which may run torch's grouped products."""
+    """Return the entries `moe`, `clamped_moe` and `relu2_moe` by name. With `has_tiles` (the
+    instruction set has matrix tiles) each is a `NativeExperts`, which runs torch's grouped products
+    for many tokens; else the native kernel alone."""
     moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
     if has_tiles:
         moe = NativeExperts(moe, torch_moe, takes_grouped)

@@ -13,7 +13,8 @@ from sglcore_cpu.native import Engine
 
 class Trees:
     """Implements the kernel table's entries for draft trees by methods of the same names, on one
-    engine."""
+    engine. Results are written to arguments. Tensors that the kernels do not read (other dtypes,
+    gaps) go to the reference."""
 
     def __init__(self, engine: Engine) -> None:
         self._reference = KernelTable()
@@ -33,8 +34,11 @@ class Trees:
         beams: Tensor,
         reached: Tensor,
     ) -> None:
-        """Implement `KernelTable.tree_expand`; tensors with another layout than the kernel reads go
-        to the reference."""
+        """Implement `KernelTable.tree_expand`: record the candidates `tokens` and `scores` [B *
+        beams, w] of one depth in `records` and `sums` from number `first` on, and write the w best
+        of each request to `beams` int32 [3, B, w] (token, the beam it grew from, its record) and
+        their sums to `reached`. `chances`: sums of the beams so far, added to the scores. `parents`
+        and `chances` None: all candidates follow the root."""
         before = () if parents is None or chances is None else (parents, chances)
         if not _has_rows(tokens, scores) or not _is_whole(*before, records, sums, beams, reached):
             self._reference.tree_expand(tokens, scores, parents, chances, first, records, sums, beams, reached)
@@ -60,8 +64,9 @@ class Trees:
 
     @implements()
     def tree_build(self, records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-        """Implement `KernelTable.tree_build`; tensors that are not contiguous go to the
-        reference."""
+        """Implement `KernelTable.tree_build`: write the N - 1 records with the largest sums, in the
+        order of records, to `tree` int32 [3, B, N - 1] as nodes: token (-1: its sum is -inf),
+        parent's node (0: the root), depth."""
         if not _is_whole(records, sums, depths, tree):
             self._reference.tree_build(records, sums, depths, tree)
             return
@@ -80,8 +85,10 @@ class Trees:
     def tree_place(
         self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
     ) -> None:
-        """Implement `KernelTable.tree_place`; tensors with another layout than the kernel reads go
-        to the reference."""
+        """Implement `KernelTable.tree_place`: store the trees that `tree_build` wrote (tokens,
+        parents, depths [B, N - 1]) at their request slots `slots` [B]: tokens in `proposals` [S, N
+        - 1], and in `trees` [4, S, N] each node's parent, depth minus number, ancestors as bits,
+        and visibility mask."""
         if not _has_rows(tokens, parents, depths) or not _is_whole(slots, trees, proposals):
             self._reference.tree_place(tokens, parents, depths, slots, trees, proposals)
             return
@@ -114,8 +121,11 @@ class Trees:
         path: Tensor,
         runs: Tensor,
     ) -> None:
-        """Implement `KernelTable.tree_walk`; tensors that are not contiguous go to the
-        reference."""
+        """Implement `KernelTable.tree_walk`: find the accepted path of each tree, the nodes equal
+        to the tokens `drawn` after their parents. Update `last` and `lengths` at the request slots,
+        and write the path's nodes, root first, to `path` int32 [B, steps], and to runs int32 [4,
+        B]: numbers of accepted and of verified draft tokens, index of the last node in `path`, new
+        length."""
         given = drawn, owners, slots, limits, trees, last, lengths, proposals, path, runs
         if not _is_whole(*given):
             self._reference.tree_walk(*given)
@@ -145,7 +155,8 @@ _TYPES = torch.int32, torch.float32
 
 
 def _has_rows(*tensors: Tensor) -> bool:
-    """Return whether the tensors are int32 or float32 with contiguous rows at any row stride."""
+    """Return whether all tensors are int32 or float32 with contiguous rows, at any row stride; for
+    tensors of 2 dimensions."""
     return all(each.dtype in _TYPES and (each.stride(1) == 1 or each.shape[1] == 1) for each in tensors)
 
 

@@ -14,8 +14,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What a backend supports; None: anything. `compute`: kinds of hardware, as in
-    `Hardware.kind`."""
+    """What a backend supports; None: anything. `dtypes`: their names, such as "bfloat16".
+    `compute`: kinds of hardware, as in `Hardware.kind`."""
 
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
@@ -25,20 +25,21 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """N queries for each of B requests, grouped by request: `page_table` int32 [B, n], `seq_lens`
-    int32 [B * N], which includes the query's own token."""
+    """N queries for each of B requests, grouped by request: `page_table` int32 [B, n], with n pages
+    for a request; `seq_lens` int32 [B * N], for each query the number of tokens up to its own,
+    included."""
 
     page_table: mx.array
     seq_lens: mx.array
 
     @property
     def width(self) -> int:
-        """N, the number of queries of each request."""
+        """N, the number of queries of each request; 0 for no requests."""
         return self.seq_lens.shape[0] // max(self.page_table.shape[0], 1)
 
     @property
     def own_pages(self) -> mx.array:
-        """int32 [B * N, n]: the page table of each query."""
+        """The page table row of each query, int32 [B * N, n]: the table itself if N is 1."""
         return self.page_table if self.width == 1 else mx.repeat(self.page_table, self.width, axis=0)
 
 
@@ -47,19 +48,21 @@ class AttentionPlan(Protocol):
     `DecodeAttention.plan` makes it."""
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """Attend with q [B * N, heads, D] over kv [cells, 2, kv_heads, D]; returns [B * N, heads,
-        D] in q's dtype. Queues only."""
+        """Attend with q [B * N, heads, D] over kv [KV slots, 2, kv_heads, D], with keys at 0 and
+        values at 1 of the second dimension; returns [B * N, heads, D] in q's dtype. Builds the lazy
+        graph only; nothing is computed yet."""
         ...
 
 
 class DecodeAttention(Protocol):
-    """An attention backend: `plan` once per step, then the plan's `forward` in each layer. It holds
-    constants only, and works under `mx.compile`."""
+    """An attention backend: `plan` once per step, then the plan's `forward` in each layer. It keeps
+    nothing between steps but constants, and works under `mx.compile`."""
 
     facts: ClassVar[AttentionFacts]
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None: ...
 
     def plan(self, rows: DecodeRows) -> AttentionPlan:
-        """Prepare these queries for `forward`. Queues only."""
+        """Prepare these queries for the `forward` of every layer. Builds the lazy graph only;
+        nothing is computed yet."""
         ...

@@ -16,7 +16,8 @@ class EncoderRows:
     layer is one call."""
 
     def __init__(self, offsets: NDArray[np.int32], layers: tuple[LayerShape, ...]) -> None:
-        """`offsets` int32 [B + 1]: where each sequence's tokens begin."""
+        """`offsets` int32 [B + 1]: where each sequence's tokens begin, and the end of the last; B
+        is at least 1."""
         lengths = np.diff(offsets)
         columns = np.arange(int(lengths.max()), dtype=np.int32)[None]
         inside = columns < lengths[:, None]
@@ -27,7 +28,8 @@ class EncoderRows:
         self._flat = mx.array(np.flatnonzero(inside.reshape(-1)).astype(np.int32))
 
     def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """Return [T, heads, D] from q [T, heads, D] and k, v [T, kv_heads, D]."""
+        """Return [T, heads, D] from q [T, heads, D] and k, v [T, kv_heads, D], for layer number
+        `layer_id`; T: the tokens of all sequences, without padding. Builds the lazy graph only."""
         layer = self._layers[layer_id]
         mask = self._masks[layer.sliding_window, layer.causal]
         q, k, v = (x[self._padded].swapaxes(1, 2) for x in (q, k, v))
@@ -35,7 +37,8 @@ class EncoderRows:
         return mixed.reshape(-1, *mixed.shape[2:])[self._flat]
 
     def _mask(self, window: int | None, causal: bool) -> mx.array:
-        """Return bool [B, 1, 1 or n, n]: the keys that each token sees."""
+        """Return bool [B, 1, 1 or n, n], n the longest sequence: the keys that each token sees. A
+        window without `causal` reaches window - 1 tokens to both sides."""
         mask, count = self._inside, self._inside.shape[-1]
         if causal or window is not None:
             back = np.arange(count)[:, None] - np.arange(count)

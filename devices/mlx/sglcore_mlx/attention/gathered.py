@@ -20,14 +20,16 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
-    """The plan of `GatheredAttention`. `cells` int32 [B, S]: KV slots of each request; `masks`: by
-    sliding window, bool [B, 1, N, S]."""
+    """The plan of `GatheredAttention`. `cells` int32 [B, S]: KV slots of each request, S the width
+    of its page table in tokens; `masks`: for each sliding window (None: none), bool [B, 1, N, S],
+    True where a query sees a KV slot."""
 
     cells: mx.array
     masks: Mapping[int | None, mx.array]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """Implements `AttentionPlan.forward`."""
+        """Implements `AttentionPlan.forward`: gather keys and values of all requests, then
+        attend."""
         found = kv[self.cells]
         keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
         mask = self.masks[layer.sliding_window]
@@ -42,7 +44,7 @@ class GatheredAttention:
     facts: ClassVar[AttentionFacts] = AttentionFacts()
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None:
-        """`streams` are not used."""
+        """`streams` are not used; of the layers only their sliding windows are."""
         self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
         self._page_size = page_size
 
@@ -58,8 +60,8 @@ class GatheredAttention:
 
 
 def _mask(columns: mx.array, lens: mx.array, window: int | None) -> mx.array:
-    """Return bool [B, 1, N, S]: which of columns int32 [1, S] a query sees, if it is the last token
-    of lens int32 [B, N] tokens."""
+    """Return bool [B, 1, N, S]: which of columns int32 [1, S] each query sees. lens int32 [B, N]:
+    the tokens up to the query's own, which is the last it sees."""
     ends = lens[:, :, None]
     seen = columns < ends
     if window is not None:

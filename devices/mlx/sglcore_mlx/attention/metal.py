@@ -50,8 +50,8 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Metal kernel, as `program` makes it: its source and the names of its arrays, in order;
-    `kernel`: MLX's kernel object, made without a device."""
+    """A Metal kernel, as `program` makes it: its name, the names of its input and output arrays, in
+    order, its Metal source, and `kernel`, MLX's kernel object."""
 
     name: str
     inputs: tuple[str, ...]
@@ -61,7 +61,8 @@ class Program:
 
 
 def program(name: str, inputs: Sequence[str], outputs: Sequence[str], source: str) -> Program:
-    """Make a kernel from its body. Works on machines without Metal, where only a launch fails."""
+    """Make a kernel from its body `source`; MLX adds the signature, and the header of
+    `metal_source`. Works on machines without Metal, where only a launch fails."""
     kernel = mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=metal_source.HEADER
     )
@@ -77,8 +78,9 @@ COMBINE = program("sglcore_paged_combine", (*_PARTIAL, "seq_lens"), ("out",), me
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The launch of one kernel: `grid` and `threadgroup` in threads; `template`: the constants of
-    its source."""
+    """The launch of one kernel, not yet run: `grid` (all threads) and `threadgroup`, both in
+    threads; `template`: the constants of its source, as (name, value); shapes and dtypes of its
+    outputs."""
 
     program: Program
     template: tuple[tuple[str, Any], ...]
@@ -94,8 +96,8 @@ Launcher = Callable[[Launch, Sequence[Any]], list[mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes and types of one call, which determine its launches. Raises ConfigError if the
-    kernels do not support them."""
+    """The sizes and types of one call of `paged_decode`, which determine its launches. Making one
+    raises ConfigError if the kernels do not support them."""
 
     rows: int
     """Number of queries (decode rows)."""
@@ -137,20 +139,22 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Query heads per threadgroup: the largest divisor of the query heads per KV head that fits
-        into registers."""
+        """Query heads per threadgroup, at least 1: the largest divisor of the query heads per KV
+        head that fits into registers."""
         shared = self.heads // self.kv_heads
         most = max(1, min(MAX_QUERIES, MAX_REGISTERS * LANES // self.head_dim))
         return max(count for count in range(1, most + 1) if shared % count == 0)
 
     @property
     def block(self) -> int:
-        """Positions that a simdgroup processes at once: a power of two that divides a page."""
+        """Positions that a simdgroup (warp) processes at once: 1, 2 or 4, a divisor of the page
+        size."""
         return math.gcd(self.page_size, MAX_BLOCK)
 
     @property
     def parts(self) -> int:
-        """Threadgroups along one row: enough for a row that fills its pages or its window."""
+        """Threadgroups along one row: enough parts of `PART` positions for a row that fills its
+        pages, or its window if that is shorter."""
         longest = self.pages * self.page_size
         return -(-min(longest, self.window or longest) // PART)
 
@@ -162,8 +166,8 @@ class Shape:
 
 
 def metal_available() -> bool:
-    """Return whether there is a GPU that runs Metal; otherwise `paged_decode` raises MLX's
-    error."""
+    """Return whether there is a GPU that runs Metal; without one, evaluating a launch of
+    `paged_decode` raises MLX's error."""
     return mx.metal.is_available()
 
 
@@ -181,8 +185,8 @@ def launch_on_metal(launch: Launch, inputs: Sequence[Any]) -> list[mx.array]:
 
 
 def walk_launch(shape: Shape) -> Launch:
-    """Return the launch of the kernel that reads the KV cache: DECODE if a row has one part,
-    otherwise PARTS."""
+    """Return the launch of the kernel that reads the KV cache: DECODE, which writes the result, if
+    a row has one part, otherwise PARTS, with three float32 outputs for `combine_launch`."""
     rows, heads, parts, queries = shape.rows, shape.heads, shape.parts, shape.queries
     split = parts > 1
     template = {
@@ -212,7 +216,8 @@ def walk_launch(shape: Shape) -> Launch:
 
 
 def combine_launch(shape: Shape) -> Launch:
-    """Return the launch of the kernel that combines the results of PARTS."""
+    """Return the launch of the kernel that combines the three outputs of PARTS into [rows, heads,
+    head_dim]."""
     template = {
         "T": shape.dtype,
         "HEADS": shape.heads,
@@ -269,8 +274,9 @@ def paged_decode(
 def shape_of(
     q: mx.array, kv: mx.array, page_table: mx.array, seq_lens: mx.array, *, page_size: int, window: int | None
 ) -> Shape:
-    """Return the sizes of a call of `paged_decode`. Raises ConfigError if the arrays do not
-    match."""
+    """Return the sizes of a call of `paged_decode`, without softcap and sinks. Raises ConfigError
+    if the arrays' shapes do not match, if table or lengths are not int32, or if the kernels do not
+    support the sizes."""
     if q.ndim != 3:
         raise _unfit(f"q of shape {tuple(q.shape)}", "rows, heads and elements")
     rows, kv_heads = q.shape[0], kv.shape[2] if kv.ndim == 4 else 0

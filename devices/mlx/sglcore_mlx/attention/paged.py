@@ -16,14 +16,16 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """The plan of `MetalAttention`: the queries' page table and lengths, which the kernel reads."""
+    """The plan of `MetalAttention`: the queries' page table and lengths, which the kernel reads;
+    `launcher` runs the kernel."""
 
     rows: DecodeRows
     page_size: int
     launcher: Launcher
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """Implements `AttentionPlan.forward`."""
+        """Implements `AttentionPlan.forward` with one or two kernel launches. Raises ConfigError
+        for sizes and types that the kernels do not support."""
         return paged_decode(
             q,
             kv,
@@ -53,7 +55,8 @@ class MetalAttention:
         streams: tuple[mx.Stream, ...] = (),
         launcher: Launcher = launch_on_metal,
     ) -> None:
-        """`launcher` runs the kernel, by default on the GPU; `streams` are not used."""
+        """`launcher` runs the kernel, by default on the GPU; `layers` and `streams` are not
+        used."""
         self._page_size = page_size
         self._launcher = launcher
 

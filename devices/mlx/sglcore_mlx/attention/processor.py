@@ -24,14 +24,15 @@ class ProcessorPlan:
     streams: tuple[mx.Stream, ...]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """Implements `AttentionPlan.forward`."""
+        """Implements `AttentionPlan.forward`: each stream attends for a share of the requests."""
         rows, count = self.gathered.cells.shape[0], len(self.streams)
         queries = q.reshape(rows, -1, *q.shape[1:])
         return self._shared(queries, kv, layer, rows, count).reshape(q.shape)
 
     def _shared(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: int, count: int) -> mx.array:
-        """Return [B, N, heads, D]; each stream computes a share of the requests. With fewer
-        requests than streams, the default stream computes all."""
+        """Return [B, N, heads, D] from queries [B, N, heads, D]; each of the `count` streams
+        computes a share of the `rows` (B) requests. With fewer requests than streams, the default
+        stream computes all."""
         if not count or rows < count:
             return self._attend(q, kv, layer, slice(0, rows))
         mixed: list[mx.array] = []
@@ -42,7 +43,8 @@ class ProcessorPlan:
         return mx.concatenate(mixed)
 
     def _attend(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: slice) -> mx.array:
-        """Attend with the queries [b, N, heads, D] of some requests; the softmax is in float32."""
+        """Return [b, N, heads, D]: attention of the queries q [b, N, heads, D] of the requests
+        `rows`; the softmax is in float32."""
         found, mask = kv[self.gathered.cells[rows]], self.gathered.masks[layer.sliding_window][rows]
         count, width, heads, size = q.shape
         if layer.softcap is not None or layer.sinks is not None:

@@ -16,8 +16,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A request's tokens [start, end) of the step, after `prefix` computed tokens; `cells`: KV
-    slots of all, int32 [prefix + end - start]."""
+    """A request's tokens [start, end) of the step, which follow `prefix` tokens with keys and
+    values in the cache; `cells`: KV slots of all, int32 [prefix + end - start]."""
 
     start: int
     end: int
@@ -25,7 +25,8 @@ class PromptRow:
     cells: NDArray[np.int32]
 
     def plan(self, layers: Sequence[LayerShape]) -> PromptPlan:
-        """Prepare keys and masks for all layers, once for each sliding window."""
+        """Return the plan of this request for all layers, with keys and mask made once for each
+        sliding window."""
         windows = dict.fromkeys(layer.sliding_window for layer in layers)
         return PromptPlan(self.start, self.end, {window: self._seen(window) for window in windows})
 
@@ -42,8 +43,9 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys for a request's queries. `cells` int32 [S]: their KV slots (None: the keys of the
-    step itself). `mask`: bool [L, S], or "causal" (the last query sees the last key)."""
+    """The keys for a request's L queries. `cells` int32 [S]: their KV slots (None: the keys of the
+    step itself, because nothing is cached). `mask`: bool [L, S], True where a query sees a key, or
+    "causal" (the last query sees the last key)."""
 
     cells: mx.array | None
     mask: mx.array | str
@@ -51,15 +53,17 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A request's tokens [start, end) of the step, and their keys and masks by sliding window."""
+    """A request's tokens [start, end) of the step, and for each sliding window (None: none) their
+    keys and mask."""
 
     start: int
     end: int
     seen: Mapping[int | None, Seen]
 
     def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """Return [L, heads, D] for the request's tokens in q [T, heads, D] and k, v [T, kv_heads,
-        D]; kv must contain these already."""
+        """Return [L, heads, D] for the request's L tokens, out of the whole step's q [T, heads, D]
+        and k, v [T, kv_heads, D]. kv, the layer's KV cache, must contain their keys and values
+        already."""
         own, seen = slice(self.start, self.end), self.seen[layer.sliding_window]
         if seen.cells is None:
             keys, values = k[own], v[own]

@@ -21,8 +21,10 @@ def select_attention(
     compute: str,
     ledger: DecisionLedger,
 ) -> type[DecodeAttention]:
-    """Return the backend's class and record the decision in the ledger. Raises ConfigError if no
-    backend supports the model, or the requested one does not."""
+    """Return the class of the requested backend, or of the first in `candidates` that supports the
+    model, and record the decision in the ledger. `candidates`: class by name, as `module:name`;
+    `asked` None: no request; `compute`: the kind of hardware. Raises ConfigError if no backend
+    supports the model, or the requested one does not."""
     if asked is not None and asked not in candidates:
         raise ConfigError(f"there is no attention backend {asked!r}", wanted=f"one of {', '.join(candidates)}")
     refused: list[str] = []
@@ -39,7 +41,8 @@ def select_attention(
 
 
 def refusal(facts: AttentionFacts, dtype: str, head_dims: tuple[int, ...], page_size: int, compute: str) -> str:
-    """Return why a backend does not support the model; empty if it does."""
+    """Return why a backend with these facts does not support the model, as a phrase; empty if it
+    does. `compute`: the kind of hardware."""
     if facts.compute is not None and compute not in facts.compute:
         return f"runs on {', '.join(facts.compute)}, not {compute}"
     if facts.dtypes is not None and dtype not in facts.dtypes:

@@ -12,8 +12,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 class AttentionLayer:
-    """A callable layer: norms of query and key heads (if the model has them), rotary embedding,
-    attention. `layer`: its shape for the backends."""
+    """A callable layer: norms of query and key heads (if the model has them), rotary embedding
+    (unless None), attention; it has no linear layers. `layer`: its shape for the backends."""
 
     __slots__ = ("_layer_id", "_norm", "_rotary", "layer")
 
@@ -52,7 +52,8 @@ class AttentionLayer:
         self._layer_id = layer_id
 
     def __call__(self, qkv: mx.array, batch: ForwardBatch) -> mx.array:
-        """Map [T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
+        """Map concatenated queries, keys and values [T, (heads + 2 kv_heads) * head_dim] to [T,
+        heads * head_dim]. Keys and values are written to the KV cache by `batch.attend`."""
         shape, tokens = self.layer, qkv.shape[0]
         heads, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads
         qkv = qkv.reshape(tokens, turned + shape.num_kv_heads, shape.head_dim)

@@ -33,20 +33,23 @@ from sglcore_mlx.layers.scope import Scope
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """Implements `sglcore.models.layer_kinds.Build`: makes the layers of a scope; `Scope` makes
-    those with single weights."""
+    """Implements `sglcore.models.layer_kinds.Build`: makes the layers of a scope (a name prefix of
+    the checkpoint), with their weights; `Scope` makes those with single weights. Asking for a kind
+    of layer that MLX lacks raises ConfigError."""
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
-        """Implements `layer_kinds.Build.norm`: make an RMS norm."""
+        """Implements `layer_kinds.Build.norm`: return an RMS norm over `size` elements with the
+        weight below `name`. `offset` is added to the weight; `eps` None: the configuration's."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
-        """Implements `layer_kinds.Build.layer_norm`: make a layer norm."""
+        """Implements `layer_kinds.Build.layer_norm`: return a layer norm over `size` elements with
+        the weight, and the bias if `bias`, below `name`."""
         return LayerNorm(self.at(name), size, eps, bias)
 
     def rotary(self, rope: RopeConfig | None = None) -> Rotary:
-        """Implements `layer_kinds.Build.rotary`: make the rotary embedding of the configuration, or
-        of `rope`."""
+        """Implements `layer_kinds.Build.rotary`: return the rotary embedding of the configuration,
+        or of `rope` instead."""
         config = self.config if rope is None else replace(self.config, rope=rope)
         return Rotary(config, self.max_positions, self.dtype, self.kernels.fused_rotary)
 
@@ -61,8 +64,10 @@ class Build(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Implements `layer_kinds.Build.attention`: q and k share one call of the norm and one of
-        the rotary embedding."""
+        """Implements `layer_kinds.Build.attention`: return an attention layer. `rotary` None: no
+        rotary embedding. `qk_norm`: RMS norm of each query and key head; `whole_norm`: of all heads
+        of a token together; `norm_offset`: added to the norm's weight; `sinks`: load attention
+        sinks; `is_encoder`: tokens see later ones too."""
         return AttentionLayer(
             self,
             layer_id,
@@ -75,16 +80,18 @@ class Build(Scope):
         )
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Linear, output: Linear) -> GatedDeltaNet:
-        """Implements `layer_kinds.Build.gated_delta_net`: make a layer with the gated delta
-        rule."""
+        """Implements `layer_kinds.Build.gated_delta_net`: return a layer with the gated delta rule.
+        `state_id`: its number among the layers with recurrent states."""
         return GatedDeltaNet(self, state_id, net, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Linear, output: Linear) -> Mamba2:
-        """Implements `layer_kinds.Build.mamba2`: make a Mamba 2 layer."""
+        """Implements `layer_kinds.Build.mamba2`: return a Mamba 2 layer. `state_id`: its number
+        among the layers with recurrent states."""
         return Mamba2(self, state_id, space, projection, output)
 
     def short_conv(self, state_id: int, taps: int, projection: Linear, output: Linear, bias: bool = False) -> ShortConv:
-        """Implements `layer_kinds.Build.short_conv`: make a convolution between two gates."""
+        """Implements `layer_kinds.Build.short_conv`: return a causal convolution of `taps` tokens
+        between two gates. `state_id`: its number among the layers with recurrent states."""
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
@@ -92,14 +99,16 @@ class Build(Scope):
         return lambda x: mx.tanh(x / cap) * cap
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
-        """Implements `layer_kinds.Build.mlp`: make a gated MLP."""
+        """Implements `layer_kinds.Build.mlp`: return a gated MLP of intermediate size `size`.
+        `fused`: the checkpoint's name of one weight with gate's rows, then up's; empty, or not in
+        the checkpoint: they are two weights."""
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> SparseMoe | LatentMoe:
-        """Implements `layer_kinds.Build.experts`. Raises `ConfigError` for limited experts, and for
-        routers other than softmax and sigmoid."""
+        """Implements `layer_kinds.Build.experts`: return a mixture of experts with its router.
+        Raises `ConfigError` for limited experts, and for routers other than softmax and sigmoid."""
         scope = self.at(name)
         route = self._routing(scope, moe, routing)
         if spec.form == "limited":

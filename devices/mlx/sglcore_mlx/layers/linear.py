@@ -32,7 +32,7 @@ class LinearParts:
 
     @classmethod
     def of_processor(cls, streams: tuple[mx.Stream, ...] = ()) -> LinearParts:
-        """Return the values for MLX on the CPU."""
+        """Return the values for MLX on the CPU, with these streams."""
         return cls(streams, fused_rotary=False, narrow_experts=False, chunk=16)
 
 
@@ -41,7 +41,7 @@ class Identified(Protocol):
 
     @property
     def input_ids(self) -> mx.array:
-        """int32 [T]."""
+        """The token ids, int32 [T]."""
         ...
 
 
@@ -49,7 +49,7 @@ class Linear(Protocol):
     """A linear layer, callable: y = x W^T + b."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out] in x's dtype. Lazy."""
         ...
 
 
@@ -64,15 +64,15 @@ class PlainLinear:
         self._bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out] in x's dtype."""
         if self._bias is None:
             return x @ self._turned
         return mx.addmm(self._bias, x, self._turned)
 
 
 class SplitLinear:
-    """A `Linear` that computes shares of its outputs on several streams. For one row it is one
-    product, because splitting does not pay."""
+    """A `Linear` that computes equal shares of its outputs on several streams. For one row it is
+    the one product `whole`, because splitting does not pay."""
 
     __slots__ = ("_shares", "_streams", "_whole")
 
@@ -82,7 +82,7 @@ class SplitLinear:
         self._streams = tuple(streams)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out] in x's dtype."""
         if x.shape[0] == 1:
             return self._whole(x)
         outputs: list[mx.array] = []
@@ -94,8 +94,8 @@ class SplitLinear:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A quantised weight: uint32 [..., out, in * bits / 32], scales and (affine only) biases [...,
-    out, in / group]."""
+    """A quantised weight: `weight` uint32 [..., out, in * bits / 32], scales and, for affine modes
+    only, biases [..., out, in / group]; `form` tells bits, group size and mode."""
 
     weight: mx.array
     scales: mx.array
@@ -103,14 +103,14 @@ class Packed:
     form: Form
 
     def product(self, x: mx.array) -> mx.array:
-        """Map x [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out] in x's dtype: x times the transposed weight."""
         form = self.form
         return mx.quantized_matmul(
             x, self.weight, self.scales, self.biases, group_size=form.group_size, bits=form.bits, mode=form.mode
         )
 
     def rows(self, ids: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Return the rows `ids` int [T], dequantised, [T, in]."""
+        """Return the weight's rows `ids` int [T], dequantised, as [T, in] of `dtype`."""
         form, biases = self.form, None if self.biases is None else self.biases[ids]
         rows = mx.dequantize(
             self.weight[ids], self.scales[ids], biases, group_size=form.group_size, bits=form.bits, mode=form.mode
@@ -128,7 +128,7 @@ class QuantisedLinear:
         self._bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out] in x's dtype."""
         y = self._packed.product(x)
         return y if self._bias is None else y + self._bias
 
@@ -148,8 +148,8 @@ class SideBySide:
 
 
 class Ordered:
-    """A `Linear` with reordered outputs, for weights that can not be reordered: output i is output
-    order[i] of the given one."""
+    """A `Linear` with reordered outputs, for weights that can not be reordered themselves: output i
+    is output order[i] of the linear layer given."""
 
     __slots__ = ("_linear", "_order")
 
@@ -158,7 +158,7 @@ class Ordered:
         self._order = order
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map [T, in] to [T, out]."""
+        """Map x [T, in] to [T, len(order)]."""
         return self._linear(x)[:, self._order]
 
 
@@ -183,7 +183,7 @@ class Embedding:
         return self(batch.input_ids)
 
     def row(self, index: int) -> mx.array:
-        """Return the row of one id, [1, size]."""
+        """Return the row of the single id `index`, [1, size]."""
         return self(mx.array([index]))
 
 

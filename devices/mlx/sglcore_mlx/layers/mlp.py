@@ -21,13 +21,13 @@ def silu_and_mul(gate_up: mx.array) -> mx.array:
 
 
 def gelu(x: mx.array) -> mx.array:
-    """Return the exact GELU (Hendrycks and Gimpel 2016)."""
+    """Return the exact GELU (Hendrycks and Gimpel 2016), elementwise, in x's shape and dtype."""
     return x * (1 + mx.erf(x * math.sqrt(0.5))) * 0.5
 
 
 def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
-    """Return gelu(gate) * up with GELU's tanh approximation; 0.5 * (1 + tanh(z)) is computed as
-    sigmoid(2 z)."""
+    """Return gelu(gate) * up, [..., I], of concatenated gate and up, [..., 2 I], with GELU's tanh
+    approximation; 0.5 * (1 + tanh(z)) is computed in float32 as sigmoid(2 z)."""
     size = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :size], gate_up[..., size:]
     wide = gate.astype(mx.float32)
@@ -36,7 +36,8 @@ def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
 
 
 def gelu_and_mul(gate_up: mx.array) -> mx.array:
-    """Return gelu(gate) * up with the exact GELU."""
+    """Return gelu(gate) * up, [..., I], of concatenated gate and up, [..., 2 I], with the exact
+    GELU."""
     size = gate_up.shape[-1] // 2
     return gelu(gate_up[..., :size]) * gate_up[..., size:]
 
@@ -52,13 +53,15 @@ ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = MappingProxyType(
 
 
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), with the configuration's activation."""
+    """A callable MLP, down(activation(gate(x)) * up(x)), with the activation that the configuration
+    names: silu, gelu or gelu_pytorch_tanh. Making one raises KeyError for another."""
 
     __slots__ = ("_activate", "down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
-        """`fused`: as in `Build.mlp`; checkpoints written by mlx_lm may have two separate weights
-        instead."""
+        """`fused`: the checkpoint's name of one weight with gate's rows, then up's; if it is empty
+        or the checkpoint lacks it, as one written by mlx_lm may, `gate_proj` and `up_proj` are two
+        weights."""
         hidden_size = build.config.hidden_size
         self._activate = ACTIVATIONS[build.config.hidden_act]
         is_fused = fused and build.weights.has(f"{build.prefix}{fused}.weight")
@@ -67,5 +70,5 @@ class GatedMlp:
         self.down_proj = build.linear("down_proj", intermediate_size, hidden_size, bias)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Map [T, H] to [T, H]."""
+        """Map hidden states [T, H] to [T, H]."""
         return self.down_proj(self._activate(self.gate_up_proj(hidden)))

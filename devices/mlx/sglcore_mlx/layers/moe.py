@@ -35,13 +35,14 @@ class ExpertLinear(Protocol):
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """Map x [..., 1, in] and experts uint32 [..., K] to [..., K, 1, out]; x's dimensions before
         the last two broadcast against those of `experts`. `is_sorted`: experts are in ascending
-        order and MLX may rely on it."""
+        order, and MLX's faster kernel for that may be used."""
         ...
 
 
 class PlainExperts:
-    """An `ExpertLinear` with a plain weight [experts, out, in], as a transposed view [experts, in,
-    out]. `is_wide`: compute the product in float32, with a temporary copy of the weight."""
+    """An `ExpertLinear` with a plain weight [experts, out, in], given as `turned`, a transposed
+    view [experts, in, out]. `is_wide`: compute the product in float32, with a temporary copy of the
+    whole weight at each call."""
 
     __slots__ = ("_is_wide", "_turned")
 
@@ -50,7 +51,7 @@ class PlainExperts:
         self._is_wide = is_wide and turned.dtype != mx.float32
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """Implements `ExpertLinear.__call__`."""
+        """Implements `ExpertLinear.__call__`: one product for each row's expert, in x's dtype."""
         if not self._is_wide:
             return mx.gather_mm(x, self._turned, rhs_indices=experts, sorted_indices=is_sorted)
         wide, turned = x.astype(mx.float32), self._turned.astype(mx.float32)
@@ -66,7 +67,8 @@ class QuantisedExperts:
         self._packed = packed
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """Implements `ExpertLinear.__call__`."""
+        """Implements `ExpertLinear.__call__`: one product for each row's expert. `is_sorted` is
+        ignored for rows that are no multiple of 64 elements."""
         packed, form, is_whole = self._packed, self._packed.form, x.shape[-1] % SORTED_MULTIPLE == 0
         return mx.gather_qmm(
             x,
@@ -97,14 +99,15 @@ class ExpertsSideBySide:
 
 
 class GatedExperts:
-    """down(silu(gate(x)) * up(x)) with each row's expert. The checkpoint may have
-    `experts.N.gate_proj` per expert, or one tensor per layer: `switch_mlp.gate_proj` or
-    `experts.gate_up_proj`."""
+    """down(silu(gate(x)) * up(x)) with each row's expert, callable as `ExpertLinear`. The
+    checkpoint may have `experts.N.gate_proj` for each expert N, or one tensor per layer:
+    `switch_mlp.gate_proj` or `experts.gate_up_proj`."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, moe: MoeConfig, parts: Sequence[str]) -> None:
-        """`parts`: names as in `Build.experts`."""
+        """`parts`: the checkpoint's names of the projections, either gate, up and down, or two:
+        gate and up concatenated, and down."""
         if build.weights.has(f"{build.prefix}switch_mlp.gate_proj.weight"):
             self.gate_up_proj, self.down_proj = _stacked(build.at("switch_mlp"), moe)
         elif len(parts) == 2:
@@ -115,13 +118,13 @@ class GatedExperts:
             self.gate_up_proj, self.down_proj = _separate(build.at("experts"), moe, parts)
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """Implements `ExpertLinear.__call__`."""
+        """Implements `ExpertLinear.__call__`: map x [..., 1, H] to [..., K, 1, H]."""
         return self.down_proj(silu_and_mul(self.gate_up_proj(x, experts, is_sorted)), experts, is_sorted)
 
 
 class ClampedExperts:
-    """Experts with biases and a clamped gate (gpt-oss); gate and up rows alternate. Weights stored
-    in 4 bits stay packed."""
+    """Experts with biases and a clamped gate (gpt-oss), callable as `ExpertLinear`; gate and up
+    rows alternate. Weights that the checkpoint stores as MXFP4 stay packed."""
 
     __slots__ = ("_alpha", "_b2", "_b13", "_limit", "_w2", "_w13")
 
@@ -139,7 +142,7 @@ class ClampedExperts:
         self._alpha, self._limit = alpha, limit
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """Implements `ExpertLinear.__call__`."""
+        """Implements `ExpertLinear.__call__`: map x [..., 1, H] to [..., K, 1, H]."""
         both = self._w13(x, experts, is_sorted) + self._b13[experts][..., None, :]
         gate = mx.minimum(both[..., ::2], self._limit)
         up = mx.clip(both[..., 1::2], -self._limit, self._limit)
@@ -148,7 +151,9 @@ class ClampedExperts:
 
 
 def _turned(build: Scope, name: str, experts: int, inputs: int, outputs: int) -> ExpertLinear:
-    """Load a weight that the checkpoint has as [experts, in, out], or as MXFP4 blocks."""
+    """Return the weight `name` as an `ExpertLinear` from `inputs` to `outputs` elements; the
+    checkpoint has it as plain [experts, in, out], or as MXFP4 `name_blocks` and `name_scales`,
+    which stay packed."""
     if not build.weights.has(f"{build.prefix}{name}_blocks"):
         weight = build.weights.keep(build.weights.take(f"{build.prefix}{name}", experts, inputs, outputs))
         return PlainExperts(weight, not build.kernels.narrow_experts)
@@ -174,7 +179,8 @@ class SparseMoe:
         return self.mixed(hidden, *self._route(hidden))
 
     def mixed(self, hidden: mx.array, weights: mx.array, experts: mx.array) -> mx.array:
-        """Like `__call__`, with the weights and experts of `Routing`."""
+        """Return the weighted sum [T, H] of the experts' outputs for hidden [T, H], with given
+        weights [T, K] and experts uint32 [T, K]: `__call__` without the router."""
         if experts.size < MIN_SORTED:
             rows = self._mix(hidden[:, None, None, :], experts, False)
         else:
@@ -193,8 +199,9 @@ class SparseMoe:
 
 
 class Relu2Experts:
-    """down(max(up(x), 0)^2) with each row's expert; inputs and outputs have `width` elements. The
-    checkpoint has `experts.N.up_proj`, or one tensor per layer, `switch_mlp.fc1`."""
+    """down(max(up(x), 0)^2) with each row's expert, callable as `ExpertLinear`; inputs and outputs
+    have `width` elements. The checkpoint has `experts.N.up_proj` for each expert N, or one tensor
+    per layer, `switch_mlp.fc1`."""
 
     __slots__ = ("_down", "_up")
 
@@ -208,13 +215,13 @@ class Relu2Experts:
             self._down = _stack(each, moe, ("down_proj",), width, size)
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """Implements `ExpertLinear.__call__`."""
+        """Implements `ExpertLinear.__call__`: map x [..., 1, width] to [..., K, 1, width]."""
         return self._down(relu2(self._up(x, experts, is_sorted)), experts, is_sorted)
 
 
 class LatentMoe:
-    """An MoE block, callable from hidden states to hidden states: a router, and experts that work
-    in a narrower latent space."""
+    """An MoE block, callable from hidden states to hidden states: a router on the hidden states,
+    and experts that work in a narrower space of `latent` elements, between two linear layers."""
 
     __slots__ = ("_experts", "_fc1", "_fc2", "_route")
 
@@ -226,7 +233,8 @@ class LatentMoe:
         self._experts = SparseMoe(self._route, Relu2Experts(build, moe, latent))
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Map [T, H] to [T, H]."""
+        """Map hidden states [T, H] to [T, H]: the weighted sum of the selected experts' outputs,
+        projected back."""
         return self._fc2(self._experts.mixed(self._fc1(hidden), *self._route(hidden)))
 
 
@@ -240,7 +248,8 @@ class SoftmaxRouting:
         self._top_k, self._normalize = moe.experts_per_token, moe.normalize
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """Implements `Routing` with `top_k_routing`."""
+        """Implements `Routing`: return weights [T, K] in the logits' dtype and experts uint32 [T,
+        K], unordered."""
         return top_k_routing(self.gate(hidden), self._top_k, self._normalize)
 
 
@@ -261,8 +270,9 @@ class SigmoidRouting:
         self._moe = moe
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """Implements `Routing`: the weights are the unbiased sigmoids of the selected experts,
-        scaled."""
+        """Implements `Routing`: return weights [T, K] in hidden's dtype and experts uint32 [T, K],
+        unordered. The weights are the unbiased sigmoids of the selected experts, divided by their
+        sum if the configuration says so, and scaled."""
         moe, k = self._moe, self._moe.experts_per_token
         scores = mx.sigmoid(self._gate(hidden).astype(mx.float32))
         biased = scores + self._bias
@@ -277,8 +287,8 @@ class SigmoidRouting:
 
 
 def _best_groups(grouped: mx.array, count: int) -> mx.array:
-    """Map scores [T, groups, E / groups] to [T, E]; all but the `count` best groups, by the sum of
-    their two best scores, become -inf."""
+    """Return scores [T, groups, E / groups] as [T, E], with -inf for all but the `count` best
+    groups, by the sum of a group's two best scores. Groups of equal rank may all stay."""
     sums = mx.topk(grouped, 2, axis=-1).sum(axis=-1)
     lowest = mx.topk(sums, count, axis=-1).min(axis=-1, keepdims=True)
     kept = mx.where((sums >= lowest)[..., None], grouped, -mx.inf)
@@ -286,9 +296,9 @@ def _best_groups(grouped: mx.array, count: int) -> mx.array:
 
 
 def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, mx.array]:
-    """Map logits [T, experts] to the weights of the k selected experts, [T, k] in the logits'
-    dtype, and the experts uint32 [T, k]: softmax over all experts in float32, then the k largest,
-    unordered."""
+    """Return the weights of the k selected experts, [T, k] in the dtype of logits [T, E], and the
+    experts uint32 [T, k]: softmax over all experts in float32, then the k largest, unordered.
+    `normalize`: divide the weights by their sum."""
     probabilities = mx.softmax(logits.astype(mx.float32), axis=-1)
     experts = mx.argpartition(probabilities, kth=-k, axis=-1)[:, -k:]
     weights = mx.take_along_axis(probabilities, experts, axis=-1)
@@ -298,8 +308,8 @@ def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, 
 
 
 def _stacked(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
-    """Load experts of a checkpoint with one tensor [experts, out, in] for each projection of a
-    layer, plain or packed."""
+    """Return the layers (gate and up together, down) of experts with one tensor [experts, out, in]
+    for each projection of a layer, plain or packed."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     names = ("gate_proj", "up_proj")
     if build.form_of(names[0]) == build.form_of(names[1]):
@@ -318,15 +328,16 @@ def _stacked_linear(build: Scope, names: tuple[str, ...], experts: int, inputs: 
 
 
 def _both_stacked(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
-    """Load experts of a checkpoint with two tensors [experts, out, in] per layer: gate and up
-    concatenated, and down."""
+    """Return the layers (gate and up together, down) of experts with two tensors [experts, out, in]
+    per layer, `parts`: gate and up concatenated, and down."""
     hidden, size, (both, down) = build.config.hidden_size, moe.intermediate_size, parts
     gate_up = _stacked_linear(build, (both,), moe.num_experts, hidden, 2 * size)
     return gate_up, _stacked_linear(build, (down,), moe.num_experts, size, hidden)
 
 
 def _whole(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
-    """Like `_both_stacked`, with plain tensors named without `.weight`."""
+    """Return the layers (gate and up together, down) of experts with two plain tensors per layer,
+    `gate_up_proj` and `down_proj`, named without `.weight`."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
     shapes = (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size))
     gate_up, down = (build.weights.take(f"{build.prefix}{name}", count, *shape) for name, *shape in shapes)
@@ -334,7 +345,8 @@ def _whole(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
 
 
 def _separate(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
-    """Load experts of a checkpoint with one tensor for each projection of each expert."""
+    """Return the layers (gate and up together, down) of experts with one tensor for each projection
+    of each expert; `parts`: the names of gate, up and down."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     return _stack(build, moe, parts[:2], size, hidden), _stack(build, moe, parts[2:], hidden, size)
 

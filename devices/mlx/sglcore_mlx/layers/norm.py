@@ -13,17 +13,19 @@ class RMSNorm:
     __slots__ = ("_eps", "_weight")
 
     def __init__(self, build: Scope, size: int, eps: float, offset: float | None = None) -> None:
-        """`offset`: as in `Build.norm`."""
+        """`offset`: added to the weight, which is then kept in float32; None: the weight as it
+        is."""
         self._weight = build.parameter("weight", size, offset=offset)
         self._eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Normalise the last dimension of [..., size]. With a float32 weight it is computed in
-        float32, as `mx.fast.rms_norm` does."""
+        """Normalise the last dimension of x [..., size]; return x's shape and dtype. With a float32
+        weight it is computed in float32, as `mx.fast.rms_norm` does."""
         return mx.fast.rms_norm(x, self._weight, self._eps).astype(x.dtype)
 
     def add(self, x: mx.array, residual: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Return the norm of residual + x, and the sum. Without a residual the sum is x."""
+        """Return the norm of residual + x, and the sum, both in x's shape. Without a residual the
+        sum is x."""
         total = x if residual is None else residual + x
         return self(total), total
 
@@ -35,7 +37,8 @@ class HeadNorm:
     __slots__ = ("_eps", "_weight")
 
     def __init__(self, build: Scope, offset: float | None = None) -> None:
-        """`offset`: as in `Build.norm`."""
+        """`offset`: added to the weights, which are then kept in float32; None: the weights as they
+        are."""
         config, weights = build.config, build.weights
         dtype = None if offset is None else mx.float32
         q, k = (weights.take(f"{build.prefix}{x}_norm.weight", config.head_dim, dtype=dtype) for x in "qk")
@@ -44,7 +47,8 @@ class HeadNorm:
         self._eps = config.rms_norm_eps
 
     def __call__(self, heads: mx.array) -> mx.array:
-        """Return queries and keys [T, heads + kv_heads, D], queries first, normalised."""
+        """Return the normalised heads [T, heads + kv_heads, D], of the same shape: queries first,
+        then keys."""
         normed = mx.fast.rms_norm(heads.astype(self._weight.dtype), None, self._eps) * self._weight
         return normed.astype(heads.dtype)
 
@@ -56,7 +60,8 @@ class WholeNorm:
     __slots__ = ("_heads", "_k", "_q")
 
     def __init__(self, build: Scope, offset: float | None = None) -> None:
-        """`offset`: as in `Build.norm`."""
+        """`offset`: added to the weights, which are then kept in float32; None: the weights as they
+        are."""
         config = build.config
         self._heads = config.num_attention_heads
         self._q, self._k = (
@@ -65,7 +70,8 @@ class WholeNorm:
         )
 
     def __call__(self, heads: mx.array) -> mx.array:
-        """Return queries and keys [T, heads + kv_heads, D], queries first, normalised."""
+        """Return the normalised heads [T, heads + kv_heads, D], of the same shape: queries first,
+        then keys."""
         both = mx.split(heads, [self._heads], axis=1)
         parts = [
             norm(part.reshape(part.shape[0], part.shape[1] * part.shape[2])).reshape(part.shape)
@@ -81,7 +87,8 @@ class GatedNorm:
     __slots__ = ("_eps", "_gate_first", "_weight")
 
     def __init__(self, build: Scope, groups: int, size: int, *, gate_first: bool) -> None:
-        """The weight is [groups * size]; the input width can be a multiple of it."""
+        """Take the weight [groups * size]; the input width can be a multiple of it. `gate_first`:
+        apply the gate before the norm."""
         self._weight = build.parameter("weight", groups * size).reshape(groups, size)
         self._eps = build.config.rms_norm_eps
         self._gate_first = gate_first

@@ -41,7 +41,8 @@ class Form:
         return self.mode == "affine"
 
     def __str__(self) -> str:
-        """Return a description such as "4-bit, groups of 64"."""
+        """Return a description such as "4-bit, groups of 64", or "mxfp4, groups of 32" for a mode
+        with fixed bits."""
         kind = f"{self.bits}-bit" if self.is_affine else self.mode
         return f"{kind}, groups of {self.group_size}"
 
@@ -55,13 +56,15 @@ class Quantization:
     modules: Mapping[str, Form | None]
 
     def form_of(self, module: str) -> Form | None:
-        """Return the format of a module; None: not quantised."""
+        """Return the format of a module by the model's name for it, without `.weight`; None: not
+        quantised. A module without an entry of its own has the default."""
         return self.modules.get(module, self.default)
 
 
 def read_quantization(raw: Mapping[str, Any], own_name: Callable[[str], str]) -> Quantization | None:
-    """Read the quantisation in `config.json`; None for a plain checkpoint. `own_name` maps a
-    checkpoint's weight name to the model's. Raises `ConfigError` for an unsupported format."""
+    """Return the quantisation that `config.json` (`raw`) declares; None for a plain checkpoint, and
+    for MXFP4 experts, which are recognised by tensor names. `own_name` maps a checkpoint's weight
+    name to the model's. Raises `ConfigError` for an unsupported format."""
     given = raw.get("quantization")
     if given is None:
         foreign = raw.get("quantization_config")

@@ -1,7 +1,7 @@
 """Recurrences over each request's tokens, for one token and for many. All arrays are float32.
 
 Within a chunk of tokens they are matrix products; only the state passes from chunk to chunk.
-`chunk`: the chunk size, a power of two.
+`chunk`: the largest chunk size, a power of two. Shapes: N requests with L tokens each.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def selective_scan(
 def _delta_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Compute `gated_delta_rule` for one token: the states are read for one product, and once more
-    for the update."""
+    """Compute `gated_delta_rule` for one token (L = 1), with arguments and results as there: the
+    states are read for one product, and once more for the update."""
     decay = mx.exp(g)[..., None]
     found = mx.concatenate([k, q], axis=2) @ states * decay
     delta = (v - found[:, :, :1]) * beta[..., None]
@@ -53,8 +53,9 @@ def _delta_step(
 def _delta_chunks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """Compute `gated_delta_rule` in the chunked form (section 3.3 of Yang et al.): the dependencies
-    between the tokens of a chunk are a triangular system."""
+    """Compute `gated_delta_rule` for many tokens in the chunked form (section 3.3 of Yang et al.),
+    with arguments and results as there: the dependencies between the tokens of a chunk are a
+    triangular system."""
     length = q.shape[2]
     q, k, v, g, beta = (_chunked(each, 2, chunk) for each in (q, k, v, g, beta))
     passed, kept, within = _decays(g)
@@ -81,7 +82,8 @@ def _scan_step(
 def _scan_chunks(
     x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """Compute `selective_scan` in the chunked form (section 6 of Dao and Gu)."""
+    """Compute `selective_scan` for many tokens in the chunked form (section 6 of Dao and Gu);
+    arguments and results as there."""
     length = x.shape[3]
     x, g, before, after = (_chunked(each, 3, chunk) for each in (x, g, before, after))
     passed, kept, within = _decays(g)
@@ -95,17 +97,18 @@ def _scan_chunks(
 
 
 def _decays(g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return decay factors of a chunk with logarithms g [..., C]: from before the chunk to each
-    token, and from each token to the end of the chunk, [..., C, 1] each; from token j to token i,
-    [..., C, C], zero if j is later."""
+    """Return three arrays of decay factors of a chunk with logarithms g [..., C]: from before the
+    chunk to each token, [..., C, 1]; from each token to the end of the chunk, [..., C, 1]; and from
+    token j to token i, [..., C (i), C (j)], zero if j is later."""
     total, places = mx.cumsum(g, axis=-1), mx.arange(g.shape[-1])
     between = mx.where(places[:, None] >= places, total[..., :, None] - total[..., None, :], -mx.inf)
     return mx.exp(total)[..., None], mx.exp(total[..., -1:] - total)[..., None], mx.exp(between)
 
 
 def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
-    """Split the axis of L tokens into chunks and tokens, padded at the end with zeros, which change
-    no state."""
+    """Return x with the axis of L tokens split into two, chunks and tokens of a chunk, padded at
+    the end with zeros, which change no state. A chunk has `most` tokens, or the next power of two
+    from L if that is less."""
     lead, length, rest = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     size = min(most, 1 << (length - 1).bit_length())
     missing = -length % size
@@ -115,9 +118,9 @@ def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
 
 
 def _inverse(lower: mx.array) -> mx.array:
-    """Return the inverses of I + the part of `lower` below the diagonal, [..., C, C], C a power of
-    two. Inverts blocks of size 2, then 4, and so on, which is substitution; a power series would
-    suffer from cancellation for similar keys."""
+    """Return the inverses of I + the part of `lower` [..., C, C] below the diagonal, in the same
+    shape; C is a power of two. Inverts blocks of size 2, then 4, and so on, which is substitution;
+    a power series would suffer from cancellation for similar keys."""
     places, found, width = mx.arange(lower.shape[-1]), mx.eye(lower.shape[-1]), 1
     while width < lower.shape[-1]:
         block = places // width

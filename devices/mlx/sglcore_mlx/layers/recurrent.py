@@ -21,8 +21,9 @@ L2_EPS = 1e-6
 
 
 class CausalConv:
-    """A callable depthwise causal convolution, followed by silu if `silu`. Its weight is
-    `NAME.weight` of the checkpoint, [channels, 1, taps] or in MLX's layout, [channels, taps, 1]."""
+    """A callable depthwise causal convolution over `taps` tokens of `size` channels, followed by
+    silu if `silu`. Its weight is `NAME.weight` of the checkpoint, [channels, 1, taps] or in MLX's
+    layout, [channels, taps, 1]. `tail`: the shape of its state, the last taps - 1 inputs."""
 
     __slots__ = ("_bias", "_silu", "_weight", "tail")
 
@@ -36,8 +37,8 @@ class CausalConv:
         self._silu = silu
 
     def __call__(self, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
-        """Convolve x [N, L, size], which follows the tokens `tails` [N, taps - 1, size]; returns
-        results and new tails of the same shapes."""
+        """Convolve x [N, L, size], the tokens that follow the inputs `tails` [N, taps - 1, size];
+        return the results and the new tails, in the shapes of x and `tails`."""
         joined, length = mx.concatenate([tails, x], axis=1), x.shape[1]
         out = mx.zeros(x.shape[2:]) if self._bias is None else self._bias
         for tap in range(self._weight.shape[0]):
@@ -51,7 +52,9 @@ class GatedDeltaNet:
     rule, and a gated norm."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
-        """`projection` returns queries, keys and values, the norm's gate, b and a, concatenated."""
+        """`projection` returns queries, keys and values, the norm's gate, b and a, concatenated;
+        `output` maps the result to hidden states. `layer_id`: its number among the layers with
+        states."""
         width, heads = 2 * net.keys + net.values, net.value_heads
         self.layer_id, self._net, self._chunk = layer_id, net, build.kernels.chunk
         self._projection, self._output = projection, output
@@ -63,7 +66,8 @@ class GatedDeltaNet:
         self.kept = (self._conv.tail, StateShape((heads, net.key_dim, net.value_dim), mx.float32))
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
-        """Map hidden [T, H] to [T, H]; each request continues from its states in the batch."""
+        """Map hidden states [T, H] to [T, H]; each request continues from its states, which
+        `batch.recur` reads and replaces."""
         qkv, gate, b, a = mx.split(self._projection(hidden), self._edges, axis=-1)
         return self._output(self._norm(batch.recur(self.layer_id, self._advance, qkv, b, a), gate))
 
@@ -81,8 +85,8 @@ class GatedDeltaNet:
         return out.swapaxes(1, 2).astype(qkv.dtype).reshape(rows, length, net.values), [tails, matrices]
 
     def _unit(self, x: mx.array) -> mx.array:
-        """Normalise each head of [N, L, key_heads, K] to length 1, and repeat it for its value
-        heads: [N, heads, L, K]."""
+        """Return the heads of x [N, L, key_heads, K], each normalised to length 1 and repeated for
+        its value heads: [N, heads, L, K]."""
         x = x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + L2_EPS)
         return mx.repeat(x, self._net.value_heads // self._net.key_heads, axis=2).swapaxes(1, 2)
 
@@ -92,8 +96,9 @@ class Mamba2:
     it."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
-        """`projection` returns the gate, the convolution's input, and the time steps,
-        concatenated."""
+        """`projection` returns the gate, the convolution's input, and the time steps, concatenated;
+        `output` maps the result to hidden states. `layer_id`: its number among the layers with
+        states."""
         groups, each = space.groups, space.heads // space.groups
         self.layer_id, self._space, self._chunk = layer_id, space, build.kernels.chunk
         self._projection, self._output = projection, output
@@ -104,7 +109,8 @@ class Mamba2:
         self.kept = (self._conv.tail, StateShape((groups, each, space.head_dim, space.width), mx.float32))
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
-        """Map hidden [T, H] to [T, H]; each request continues from its states in the batch."""
+        """Map hidden states [T, H] to [T, H]; each request continues from its states, which
+        `batch.recur` reads and replaces."""
         space = self._space
         gate, xbc, dt = mx.split(self._projection(hidden), [space.inner, space.inner + space.channels], axis=-1)
         return self._output(self._norm(batch.recur(self.layer_id, self._advance, xbc, dt), gate))
@@ -124,7 +130,7 @@ class Mamba2:
         return out.astype(xbc.dtype).reshape(rows, length, space.inner), [tails, matrices]
 
     def _by_group(self, x: mx.array) -> mx.array:
-        """Rearrange [N, L, heads, ...] to [N, groups, each, L, ...]."""
+        """Return x [N, L, heads, ...] as [N, groups, heads / groups, L, ...]."""
         rows, length, heads, *rest = x.shape
         grouped = x.reshape(rows, length, self._space.groups, heads // self._space.groups, *rest)
         return grouped.transpose(0, 2, 3, 1, *range(4, grouped.ndim))
@@ -135,14 +141,16 @@ class ShortConv:
 
     def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
         """`projection` returns the gate before the convolution, the gate after it, and the input,
-        concatenated."""
+        concatenated; `output` maps the result to hidden states. `layer_id`: its number among the
+        layers with states."""
         self.layer_id = layer_id
         self._projection, self._output = projection, output
         self._conv = CausalConv(build, "conv", build.config.hidden_size, taps, bias=bias, silu=False)
         self.kept = (self._conv.tail,)
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
-        """Map hidden [T, H] to [T, H]; each request continues from its states in the batch."""
+        """Map hidden states [T, H] to [T, H]; each request continues from its state, which
+        `batch.recur` reads and replaces."""
         before, after, x = mx.split(self._projection(hidden), 3, axis=-1)
         return self._output(after * batch.recur(self.layer_id, self._advance, before * x))
 
@@ -152,7 +160,8 @@ class ShortConv:
 
 
 def _rate(build: Scope, heads: int) -> mx.array:
-    """Return -exp(A_log), float32 [heads]: the log decay of a time step of 1."""
+    """Take `A_log` of the checkpoint and return -exp(A_log), a kept weight float32 [heads]: the log
+    decay of a time step of 1."""
     return build.weights.keep(-mx.exp(build.weights.take(f"{build.prefix}A_log", heads, dtype=mx.float32)))
 
 

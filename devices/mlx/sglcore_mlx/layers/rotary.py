@@ -39,7 +39,8 @@ class Rotary:
         mx.eval(self._frequencies, self._periods, *(() if self._factor is None else (self._factor,)))
 
     def at(self, positions: mx.array) -> Rotate:
-        """Return the function for tokens at positions int32 [T]."""
+        """Return the function `rotate(heads [T, N, D], count)` for tokens at positions int32 [T]:
+        it returns the first `count` heads, rotated, [T, count, D]."""
         rotate = self._fused(positions) if self._is_fused else self._composed(positions)
         factor = self._factor
         return rotate if factor is None else lambda heads, count: rotate(heads * factor, count)

@@ -1,4 +1,5 @@
-"""The scope in which a layer is built: configuration and weights.
+"""The scope in which a layer is built: configuration, weights, and the layer's name in the
+checkpoint.
 
 A layer takes each weight once, by the checkpoint's name; `Scope` finds out whether it is quantised.
 """
@@ -45,12 +46,14 @@ class Scope:
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:
-        """Implements `layer_kinds.Build.at`: return the scope of a part of this layer."""
+        """Implements `layer_kinds.Build.at`: return the scope of a part of this layer; `names` are
+        joined with dots, so at("experts", 3) adds "experts.3." to the prefix."""
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     def parameter(self, name: str, *shape: int, offset: float | None = None) -> mx.array:
-        """Take the weight `prefix.name`. With an `offset` it is float32, and the offset is added
-        unless the checkpoint's weights include it."""
+        """Take the weight named prefix + `name`, of this shape, and keep it: in the model's dtype,
+        or with an `offset` in float32, and then the offset is added unless the checkpoint's weights
+        include it."""
         taken = self.weights.take(self.prefix + name, *shape, dtype=None if offset is None else mx.float32)
         return self.weights.keep(taken + offset if offset and not self.weights.has_offsets else taken)
 
@@ -60,16 +63,17 @@ class Scope:
         return self.weights.dtype
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
-        """Implements `layer_kinds.Build.linear`: make a linear layer of this scope."""
+        """Implements `layer_kinds.Build.linear`: return the linear layer `name` of this scope, from
+        `inputs` to `outputs` elements."""
         return self.fused([(name, outputs)], inputs, bias)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Implements `layer_kinds.Build.fused`: make one linear layer of several with the same
-        input; `parts`: (name, outputs). It is one product if their weights have the same format.
-        `interleaved`: names of parts with rotary pairs in adjacent rows, which are reordered to
-        halves."""
+        """Implements `layer_kinds.Build.fused`: return one linear layer of several with the same
+        input; `parts`: (name, outputs) of each, and the results are concatenated in this order. It
+        is one product if their weights have the same format. `interleaved`: names of parts with
+        rotary pairs in adjacent rows, which are reordered to halves."""
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return SideBySide([self.fused([part], inputs, bias, interleaved) for part in parts])
         return self._product(parts, inputs, bias, self._order(parts, interleaved) if interleaved else None)
@@ -77,16 +81,16 @@ class Scope:
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> Linear:
-        """Implements `layer_kinds.Build.ordered`: like `fused`, with reordered outputs: output i is
-        output order[i] of the parts."""
+        """Implements `layer_kinds.Build.ordered`: like `fused`, but output i of the result is
+        output order[i] of the concatenated parts."""
         indices = mx.array(np.asarray(order, np.int32))
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return Ordered(self.fused(parts, inputs, bias), indices)
         return self._product(parts, inputs, bias, indices)
 
     def _product(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, order: mx.array | None) -> Linear:
-        """Make a linear layer of weights in the same format, concatenated by rows, then
-        reordered."""
+        """Return one linear layer of weights in the same format, concatenated by rows, then
+        reordered (`order` None: not)."""
         total, form = sum(size for _, size in parts), self.form_of(parts[0][0])
         biases = [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in parts] if bias else []
         offset = self._joined(biases, order)
@@ -98,7 +102,8 @@ class Scope:
         return self.plain(weight, offset, total)
 
     def plain(self, weight: mx.array, bias: mx.array | None, out_features: int) -> Linear:
-        """Make a linear layer with a kept weight [out, in], split over the available streams."""
+        """Return a linear layer with `weight` [out, in], which must be kept already, and bias [out]
+        or None; it is split over the streams if there are several and at least 128 outputs."""
         whole = self._turned(weight, bias, 0, out_features)
         streams = self.kernels.streams
         if len(streams) < 2 or out_features < MIN_SPLIT:
@@ -108,8 +113,8 @@ class Scope:
         return SplitLinear(whole, shares, streams)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """Implements `layer_kinds.Build.embedding`: make an embedding with a weight [rows, size],
-        one row for each id; `scale`: a factor of the rows."""
+        """Implements `layer_kinds.Build.embedding`: return an embedding with a weight [rows, size],
+        plain or packed, one row for each id; `scale`: a factor of the rows."""
         form = self.form_of(name)
         if form is not None:
             return Embedding(self.packed([(name, (rows,))], size, form), self.dtype, scale)
@@ -117,15 +122,17 @@ class Scope:
         return Embedding(weight, self.dtype, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
-        """Implements `layer_kinds.Build.head`: make the output layer; a tied one takes no
-        additional memory."""
+        """Implements `layer_kinds.Build.head`: return the output layer from `size` to `rows`
+        (vocabulary) elements. With `tied` it uses that embedding's weight, without additional
+        memory, and `name` is not read."""
         if tied is None:
             return Head(self.linear(name, size, rows))
         weight = tied.weight
         return Head(QuantisedLinear(weight, None) if isinstance(weight, Packed) else self.plain(weight, None, rows))
 
     def form_of(self, name: str) -> Form | None:
-        """Return the packed format of a module's weight in this scope; None: it is plain."""
+        """Return the packed format of the weight of module `name` in this scope; None: it is plain.
+        The module's weights must not have been taken yet."""
         module, quantization = self.prefix + name, self.weights.quantization
         if quantization is None or not self.weights.has(f"{module}.scales"):
             return None
@@ -138,8 +145,9 @@ class Scope:
         form: Form,
         order: mx.array | None = None,
     ) -> Packed:
-        """Take the packed weights of modules in one format, concatenated by rows, then reordered;
-        `names`: (name, leading dimensions)."""
+        """Take the packed weights of modules in one format, concatenate them by rows, reorder the
+        rows (`order` None: not), and keep and return the result. `names`: (module, its dimensions
+        before the last) of each."""
         weights, width, groups = self.weights, in_features * form.bits // WORD_BITS, in_features // form.group_size
         weights.note_form(str(form))
         modules = [(self.prefix + name, shape) for name, shape in names]
@@ -152,13 +160,14 @@ class Scope:
         return Packed(self._rows(words, order), self._rows(scales, order), self._rows(biases, order), form)
 
     def _rows(self, arrays: list[mx.array], order: mx.array | None) -> mx.array:
-        """Concatenate arrays [..., rows, width] by rows, reorder them, and keep the result."""
+        """Concatenate arrays [..., rows, width] by rows, reorder the rows (`order` None: not), keep
+        and return the result."""
         joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2)
         return self.weights.keep(joined if order is None else joined[..., order, :])
 
     def _joined(self, arrays: list[mx.array], order: mx.array | None) -> mx.array | None:
-        """Concatenate arrays along the first dimension, reorder them, and keep the result; None if
-        there are none."""
+        """Concatenate arrays along the first dimension, reorder it (`order` None: not), keep and
+        return the result; None if there are no arrays."""
         if not arrays:
             return None
         joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)

@@ -44,51 +44,57 @@ class Weights:
         self._forms: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a tensor that was not taken yet."""
+        """Return whether the checkpoint has the tensor `name` and it was not taken yet."""
         return name in self._entries
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the checkpoint's shape of a tensor that was not taken yet; None if missing."""
+        """Return the checkpoint's shape of a tensor that was not taken yet; None if it was taken or
+        is missing."""
         return self._entries[name].shape if name in self._entries else None
 
     def take(self, name: str, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
-        """Take a floating-point weight in a dtype (None: the model's). Raises `CheckpointError` for
-        another shape or type."""
+        """Take a floating-point weight and return it, lazily, in `dtype` (None: the model's). A
+        missing one gives zeros, which `check` reports. Raises `CheckpointError` for another shape,
+        or a stored type other than F32, F16 and BF16."""
         return self._take(name, shape, FLOATS).astype(dtype or self.dtype)
 
     def take_raw(self, name: str, dtype: str, *shape: int) -> mx.array:
-        """Take a tensor as stored, of the file's type `dtype`. Raises `CheckpointError` as `take`
-        does."""
+        """Take a tensor as stored and return it, lazily; `dtype` is the file's name of its type,
+        such as "U32". A missing one gives zeros, which `check` reports. Raises `CheckpointError`
+        for another shape or type."""
         return self._take(name, shape, (dtype,))
 
     def keep(self, array: mx.array) -> mx.array:
-        """Register an array as a weight: `read` evaluates it, `num_bytes` counts it. Returns it."""
+        """Register an array as a weight of the model and return it: `read` evaluates it,
+        `num_bytes` counts it."""
         self._kept.append(array)
         return array
 
     def view(self, array: mx.array) -> mx.array:
-        """Register a view of kept weights, which `read` evaluates too; it takes no memory. Returns
-        it."""
+        """Register a view of kept weights and return it: `read` evaluates it too, `num_bytes` does
+        not count it."""
         self._views.append(array)
         return array
 
     def note_form(self, form: str) -> None:
-        """Note that a weight is quantised in this format."""
+        """Note that a weight is quantised in this format, given as text, for `forms`."""
         self._forms.add(form)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all kept weights."""
+        """Bytes of all kept weights."""
         return sum(array.nbytes for array in self._kept)
 
     @property
     def forms(self) -> str:
-        """A description of the weights' quantisation formats; "none" if there are none."""
+        """The weights' quantisation formats as text, separated by semicolons; "none" if there are
+        none."""
         return "; ".join(sorted(self._forms)) or "none"
 
     def check(self, is_harmless: Callable[[str], object]) -> None:
-        """Raise `CheckpointError` for missing tensors, then for unused ones. `is_harmless` gets the
-        name of an unused tensor and returns whether it may be ignored."""
+        """Raise `CheckpointError` if a tensor was taken that the checkpoint lacks, or if one was
+        not taken that `is_harmless` does not excuse: it gets the model's name of the tensor and
+        returns a true value to ignore it."""
         if self._missing:
             raise CheckpointError(
                 f"{_some(self._missing)} not in the checkpoint", remedy="check config.json, or download it again"
@@ -101,8 +107,9 @@ class Weights:
             )
 
     def read(self, progress: Callable[[int, int], None]) -> None:
-        """Read the weights one after the other, waiting for each, so that at most one is in memory
-        twice. `progress` is called with the bytes read so far, and of all weights."""
+        """Read the kept weights one after the other, waiting for each, so that at most one is in
+        memory twice. After each, `progress(bytes read so far, bytes of all)` is called on this
+        thread; an exception that it raises stops the reading. Nothing can be taken afterwards."""
         self._arrays.clear()
         total, done = self.num_bytes, 0
         for array in self._kept:

@@ -13,7 +13,9 @@ from sglcore_mlx.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The attention of one layer, as its model declares it."""
+    """The attention of one layer, as its model declares it: numbers of query heads and of KV heads,
+    head size, sliding window (tokens that a query sees, itself included; None: all), scale, whether
+    it is causal, softcap and sinks (None: none)."""
 
     num_heads: int
     """Query heads."""
@@ -43,7 +45,8 @@ class StateShape:
 
 
 class SlicedModel(Protocol):
-    """A model with a forward that can be split: `embed`, `run_layers` over all layers, `finish`."""
+    """A model with a forward that can be split: `embed`, then `run_layers` for consecutive ranges
+    that cover all layers, then `finish`."""
 
     @property
     def sliced_layers(self) -> int:
@@ -51,15 +54,16 @@ class SlicedModel(Protocol):
         ...
 
     def embed(self, batch: Any) -> Any:
-        """Return the input state of the first layer."""
+        """Return the state that goes into the first layer; its form is the model's own."""
         ...
 
     def run_layers(self, state: Any, first: int, last: int) -> Any:
-        """Return the state after the layers first <= i < last; `state` must not be used again."""
+        """Return the state after the layers first <= i < last; the argument `state` must not be
+        used again."""
         ...
 
     def finish(self, state: Any) -> mx.array:
-        """Return hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm, from the state after all layers."""
         ...
 
 
@@ -80,16 +84,18 @@ class Model(Protocol):
 
     @property
     def sliced_layers(self) -> int:
-        """Number of layers if a forward can run in slices of layers; 0: only whole."""
+        """The number of layers if a forward can run in slices of layers; 0: only whole."""
         ...
 
     @property
     def sliced(self) -> SlicedModel:
-        """The model as one that runs slices of layers."""
+        """The model as one that runs slices of layers; to be used only if `sliced_layers` is not
+        0."""
         ...
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
-        """Return hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm; keys, values and states go through the
+        functions of the batch."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:

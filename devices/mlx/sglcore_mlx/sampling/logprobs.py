@@ -8,8 +8,9 @@ from sglcore_mlx.sampling.race import ID_BITS
 
 
 def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.array]:
-    """Return log-probabilities and ranks of targets int32[N] under logits float[N, V], and the
-    min(top_n, V) best tokens. Targets are clipped to the vocabulary. Queues only; N may be 0."""
+    """Return the log-probabilities float32 [N] and ranks int32 [N] (the best is 1) of targets int
+    [N] under logits float [N, V], and ids and log-probabilities [N, K] of the K = min(top_n, V)
+    best tokens, best first. Targets are clipped to the vocabulary. Lazy; N may be 0."""
     vocab_size = logits.shape[1]
     count = min(top_n, vocab_size)
     if not logits.shape[0]:
@@ -30,8 +31,9 @@ def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.
 
 
 def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
-    """Return the ids of the K best logits, int32[N, K], best first. Value and inverted id form a
-    unique integer key; the result is sorted, because `topk` is unordered."""
+    """Return the ids of the `count` best logits of each row, int32 [N, count], best first; of equal
+    ones the lower id first. `ids`: 0 to V - 1. Value and inverted id form a unique integer key; the
+    result is sorted, because `topk` is unordered."""
     if not count:
         return mx.zeros((logits.shape[0], 0), mx.int32)
     last = (1 << ID_BITS) - 1
@@ -41,8 +43,8 @@ def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
 
 
 def ordered_bits(values: mx.array) -> mx.array:
-    """Return int32 that compare as the float32 values; both zeros are equal, NaN is beyond the
-    infinities."""
+    """Return int32 that compare as the float32 `values`, in their shape; both zeros are equal, NaN
+    is beyond the infinities."""
     bits = values.view(mx.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return ordered - (ordered >> 31)

@@ -1,5 +1,5 @@
-"""Changes logits before sampling: penalties, bias with early bans, and masks. Pure functions of
-arrays.
+"""Changes logits before sampling: penalties, bias with bans until a position, and masks. Pure
+functions of arrays.
 
 Penalties count the history anew each time, so repeated runs give the same result.
 """
@@ -13,8 +13,9 @@ from sglcore.sampling.state import Bias, Masks
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of the B requests of a batch, in order. Neutral parameters leave logits unchanged
-    bit for bit."""
+    """Penalties of the B requests of a batch, in order: `history` int32 [B, L], their tokens;
+    `starts` int32 [B], index of the first output token; and repetition, presence and frequency
+    penalty, float32 [B] each. Neutral parameters leave logits unchanged bit for bit."""
 
     history: mx.array
     """int32[B, L]: each request's prompt and output; entries at or beyond its position are
@@ -28,9 +29,9 @@ class Penalties:
 
 
 def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_size: int) -> tuple[mx.array, mx.array]:
-    """Count tokens of history int32[B, L]: int32[B, V] in the prompt (positions below `starts`) and
-    in the output (from `starts`, below `lengths`); starts, lengths int32[B]. Ids outside the
-    vocabulary (placeholders) are not counted."""
+    """Return two counts, int32 [B, V] each, of each token of history int32 [B, L]: in the prompt
+    (positions below `starts`), and in the output (from `starts`, below `lengths`); starts, lengths
+    int32 [B]. Ids outside the vocabulary (placeholders) are not counted."""
     rows, columns = history.shape
     positions = mx.arange(columns, dtype=mx.int32)
     inside = (positions < lengths[:, None]) & (history >= 0) & (history < vocab_size)
@@ -43,9 +44,9 @@ def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_s
 
 
 def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx.array:
-    """Apply penalties to logits float32[B, V] at lengths int32[B]: repetition divides positive and
-    multiplies other logits of seen tokens; then, for output tokens, frequency is subtracted per
-    occurrence and presence once."""
+    """Return logits float32 [B, V] after penalties, for requests with `lengths` int32 [B] tokens so
+    far: repetition divides positive and multiplies other logits of seen tokens; then, for output
+    tokens, frequency is subtracted for each occurrence and presence once."""
     prompt, output = token_counts(state.history, lengths, state.starts, logits.shape[1])
     factor = state.repetition[:, None]
     changed = mx.where(logits > 0, logits / factor, logits * factor)
@@ -55,7 +56,8 @@ def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx
 
 
 def apply_bias(logits: mx.array, state: Bias[mx.array], positions: mx.array) -> mx.array:
-    """Add to logits float32[B, V] the bias entries that are active at positions int32[B]."""
+    """Return logits float32 [B, V] plus those entries of the state that are active at positions
+    int32 [B]: entries with `until` above their row's position."""
     active = mx.take(positions, state.rows) < state.until
     values = mx.where(active, state.values, 0.0)
     places = state.rows * logits.shape[1] + state.ids
@@ -63,7 +65,8 @@ def apply_bias(logits: mx.array, state: Bias[mx.array], positions: mx.array) -> 
 
 
 def apply_masks(logits: mx.array, state: Masks[mx.array]) -> mx.array:
-    """Set logits float[B, V] to -inf where the masks of the state's rows forbid a token."""
+    """Return logits float [B, V] with -inf where the masks of the rows that the state lists forbid
+    a token; other rows stay."""
     allowed = unpack_bitmask(state.words, logits.shape[1])
     masked = mx.where(allowed, mx.take(logits, state.rows, axis=0), -float("inf"))
     places = mx.broadcast_to(state.rows[:, None], masked.shape)
@@ -71,7 +74,8 @@ def apply_masks(logits: mx.array, state: Masks[mx.array]) -> mx.array:
 
 
 def unpack_bitmask(words: mx.array, vocab_size: int) -> mx.array:
-    """Unpack int32 or uint32[M, ceil(V / 32)], lowest bit first, to bool[M, V]; 1 = allowed."""
+    """Return bool [M, V] from words int32 or uint32 [M, ceil(V / 32)], lowest bit first; 1 is True:
+    allowed."""
     bits = (words.view(mx.uint32)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
     return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
 

@@ -36,8 +36,8 @@ class RaceTables:
 
 
 def make_race_tables(vocab_size: int) -> RaceTables:
-    """Make the tables of a vocabulary on the host, so that any thread can use them. Raises
-    ConfigError beyond 2**22 - 1 tokens."""
+    """Make the tables of a vocabulary from host arrays, so that any thread can use them. Raises
+    ConfigError for other sizes than 1 to 2**22 - 1 tokens."""
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ConfigError(f"a vocabulary of {vocab_size} tokens", wanted=f"1..{MAX_VOCAB}", remedy="check vocab_size")
     tables = noise.noise_tables()
@@ -50,8 +50,8 @@ def make_race_tables(vocab_size: int) -> RaceTables:
 
 
 def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
-    """Return key words uint32[B, 2], one draw per row, from seed words int32[B, 2] and positions
-    int32[B]."""
+    """Return the key words uint32 [B, 2] of each row's draw, from the request's seed words int32
+    [B, 2] and positions int32 [B]. Equal arguments give equal keys on every device."""
     words = seed_words.view(mx.uint32)
     first = _mix32(positions.astype(mx.uint32) * noise.POSITION_FACTOR + words[:, 0])
     second = _mix32(words[:, 1] + first) | 1
@@ -59,8 +59,9 @@ def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
 
 
 def gaps_below_best(logits: mx.array, best: mx.array, scale: mx.array) -> mx.array:
-    """Return gaps int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B,
-    V], best and scale float32[B].
+    """Return gaps int32 [B, V]: how far each token is below the best one after temperature, in
+    2**-16 nat, LIMIT where a token is no candidate; logits float32 [B, V], best (their maximum) and
+    scale (2**16 / temperature) float32 [B].
 
     A subtraction, a multiplication, and rounding to even: each rounds separately, and a product of
     a difference can not become a fused multiply-add, so a compiler can fuse the loop without
@@ -72,8 +73,8 @@ def gaps_below_best(logits: mx.array, best: mx.array, scale: mx.array) -> mx.arr
 
 
 def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
-    """Return keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V]
-    or uint32[B, V]."""
+    """Return keyed Gumbel noise int32 [B, V] in 2**-16 nat; keys uint32 [B, 2], hashed_ids uint32
+    [V] or uint32 [B, V], table int64 [16384] (`RaceTables.gumbel`)."""
     words = _hash(hashed_ids ^ keys[:, :1], keys) | 1
     # As a signed number the word is the distance from the nearer end of (0, 1); its float exponent
     # is the octave of the tail. Negative words are moved 32 octaves down, so that exponent and
@@ -93,8 +94,8 @@ def coins(keys: mx.array) -> mx.array:
 
 
 def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
-    """Return value and step, int32 each, of a packed table's entries at `index` uint32 of any
-    shape, which must be within the table.
+    """Return value and step, int32 each in the shape of `index`, of a packed table's entries at
+    `index`, uint32 of any shape, which must be within the table (not checked).
 
     Uses a gather along an axis, which is six times as fast as `take` on the CPU.
     """
@@ -103,18 +104,21 @@ def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]
 
 
 def race_scores(gaps: mx.array, keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
-    """Return the scores of a draw, `gumbel_noise` minus gaps: int32[B, V] in 2**-16 nat."""
+    """Return the scores of a draw, `gumbel_noise` minus gaps: int32 [B, V] in 2**-16 nat; the token
+    with the largest score is drawn."""
     return gumbel_noise(keys, hashed_ids, table) - gaps
 
 
 def first_argmax(scores: mx.array) -> mx.array:
-    """Return int32[B]: the first maximum of [B, V]. MLX's argmax resolves ties to the lowest index
-    on the CPU and on Metal: its reduction compares indices of equal values."""
+    """Return int32 [B]: the index of the first maximum of each row of scores [B, V], integers or
+    floats. MLX's argmax resolves ties to the lowest index on the CPU and on Metal: its reduction
+    compares indices of equal values."""
     return mx.argmax(scores, axis=-1).astype(mx.int32)
 
 
 def draw_race(gaps: mx.array, keys: mx.array, tables: RaceTables) -> mx.array:
-    """Draw a token int32[B] from each row of gaps int32[B, V] with keys uint32[B, 2]."""
+    """Return the token int32 [B] drawn from each row of gaps int32 [B, V] with keys uint32 [B,
+    2]."""
     return first_argmax(race_scores(gaps, keys, tables.hashed_ids, tables.gumbel))
 
 
@@ -125,7 +129,8 @@ def _packed(table: np.ndarray) -> mx.array:
 
 
 def _hash(words: mx.array, keys: mx.array) -> mx.array:
-    """Hash words, which already include the first key word, with keys uint32[B, 2]."""
+    """Return the words uint32, hashed with keys uint32 [B, 2]; the words must already include the
+    first key word."""
     return _fold(_fold(_fold(words, 16) * keys[:, 1:], 15) * noise.MIX_2, 16)
 
 

@@ -29,7 +29,8 @@ Draw = Callable[[mx.array, dict[str, mx.array]], tuple[mx.array, mx.array]]
 
 
 class Sampler:
-    """Samples tokens of one vocabulary. It holds only constants and compiled functions."""
+    """Samples tokens of one vocabulary. It holds only constants and compiled functions, nothing of
+    a request."""
 
     def __init__(self, vocab_size: int, *, compiled: bool = False) -> None:
         """Make the tables of a vocabulary, 1..2**22 - 1 tokens. Raises ConfigError otherwise.
@@ -43,16 +44,17 @@ class Sampler:
         self._compiled: dict[SamplingNeeds, Draw] | None = {} if compiled else None
 
     def sample(self, logits: mx.array, state: SamplingState) -> SampledTokens[mx.array]:
-        """Sample one token per row of logits float[B, V]; B may be 0. Queues only; works inside
-        `mx.compile`."""
+        """Sample one token for each row of logits float [B, V]; B may be 0. Returns tokens int32
+        [B], bad rows bool [B], and log-probabilities if the state needs them (else None), all lazy;
+        works inside `mx.compile`."""
         # MLX can not reduce an empty array, and a step may have no request that needs a token.
         tokens, bad = self._draw(logits, state) if logits.shape[0] else (mx.zeros(0, mx.int32), mx.zeros(0, mx.bool_))
         top_n = state.needs.top_logprobs
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
     def process(self, logits: mx.array, state: SamplingState) -> mx.array:
-        """Return float32[B, V]: logits float[B, V] after penalties, bias with bans, the changes of
-        this step, masks, and XTC."""
+        """Return float32 [B, V]: logits float [B, V] after the state's penalties, bias with bans,
+        changes of this step, masks, and XTC, in this order; those that are None are left out."""
         logits = logits.astype(mx.float32)
         if state.penalties is not None:
             logits = apply_penalties(logits, state.penalties, state.positions)
@@ -71,8 +73,9 @@ class Sampler:
         return self._draw_of(state.needs)(processed, state.row_arrays())
 
     def _draw_of(self, needs: SamplingNeeds) -> Draw:
-        """Return the draw function of a kind of batch. Logit processors are not compiled: the
-        history grows with every token, and each of its shapes would be compiled anew."""
+        """Return the draw function of a kind of batch, compiled unless all rows are greedy or
+        compilation is off. Logit processors are not part of it: the history grows with every token,
+        and each of its shapes would be compiled anew."""
         needs = replace(needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
         draw = partial(draw_rows, needs, self.tables)
         if self._compiled is None or needs.all_greedy:
@@ -85,9 +88,10 @@ class Sampler:
 def draw_rows(
     needs: SamplingNeeds, tables: RaceTables, logits: mx.array, rows: dict[str, mx.array]
 ) -> tuple[mx.array, mx.array]:
-    """Draw tokens int32[B], and return bad rows bool[B], from processed logits float32[B, V], B at
-    least 1. `rows`: the result of `SamplingState.row_arrays`, a dictionary because a compiled
-    function can not take a state; `needs`: without logit processors."""
+    """Return drawn tokens int32 [B], and bad rows bool [B] (best logit not finite; token 0), from
+    processed logits float32 [B, V], B at least 1. `rows`: the result of `SamplingState.row_arrays`,
+    a dictionary because a compiled function can not take a state; `needs`: without logit
+    processors."""
     state = place_state(needs, rows["positions"], rows)
     best = mx.max(logits, axis=-1)
     bad = is_bad(best)
@@ -96,15 +100,16 @@ def draw_rows(
 
 
 def _race(logits: mx.array, best: mx.array, state: SamplingState, tables: RaceTables) -> mx.array:
-    """Return int32[B]: the tokens of sampled and greedy rows; arbitrary tokens in bad rows."""
+    """Return int32 [B]: the tokens of sampled and greedy rows; arbitrary tokens in bad rows.
+    `best`: the row maxima of logits."""
     keys = row_keys(state.seed_words, state.positions)
     raced = draw_race(candidate_gaps(logits, best, state, tables), keys, tables)
     return mx.where(state.greedy, first_argmax(logits), raced) if state.needs.any_greedy else raced
 
 
 def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, tables: RaceTables) -> mx.array:
-    """Return gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits
-    float32[B, V], best float32[B]."""
+    """Return gaps int32 [B, V] after temperature and cut-offs (top-k, top-p, min-p); LIMIT = no
+    candidate. logits float32 [B, V], best float32 [B] their row maxima."""
     gaps = gaps_below_best(logits, best, state.scale)
     if state.top_k is not None or state.top_p is not None:
         gaps = keep_prefix(gaps, state.top_k, state.top_p, tables)
@@ -114,13 +119,13 @@ def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, table
 
 
 def is_bad(best: mx.array) -> mx.array:
-    """Return bool[B]: whether best float32[B] is not finite."""
+    """Return bool [B]: whether best float32 [B] is NaN or infinite."""
     return (best.view(mx.int32) & EXPONENT) == EXPONENT
 
 
 def apply_xtc(logits: mx.array, xtc: Exclusion[mx.array], state: SamplingState, tables: RaceTables) -> mx.array:
-    """Apply XTC to logits float32[B, V]: in its rows, all tokens except the remaining candidates
-    become -inf. `state`: the state of all rows."""
+    """Return logits float32 [B, V] after XTC: in the rows that `xtc` lists, all tokens except the
+    remaining candidates become -inf. `state`: the state of all rows."""
     own = {name: mx.take(getattr(state, name), xtc.rows, axis=0) for name in ("positions", "seed_words", "scale")}
     narrowed = replace(state, **own, top_k=xtc.top_k, top_p=xtc.top_p, min_p=xtc.min_p)
     chosen = mx.take(logits, xtc.rows, axis=0)

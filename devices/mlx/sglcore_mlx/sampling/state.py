@@ -19,7 +19,8 @@ class SamplingState(OfAnyLibrary[mx.array, Penalties]):
     __slots__ = ()
 
     def row_arrays(self) -> dict[str, mx.array]:
-        """Return, by name, the fields with one entry per row that the draw reads."""
+        """Return, by name, the fields with one entry per row that the draw reads; fields that are
+        None are left out."""
         parts = {name: getattr(self, name) for name in ROW_FIELDS}
         return {name: part for name, part in parts.items() if part is not None}
 

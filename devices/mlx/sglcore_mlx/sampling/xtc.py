@@ -9,8 +9,9 @@ from sglcore_mlx.sampling.race import RaceTables, coins
 
 
 def left_out(gaps: mx.array, xtc: Exclusion[mx.array], keys: mx.array, tables: RaceTables) -> mx.array:
-    """Return bool[M, V]: the tokens that XTC excludes from a draw with keys uint32[M, 2]; gaps
-    int32[M, V], LIMIT = no candidate."""
+    """Return bool [M, V]: the tokens that XTC excludes from a draw with keys uint32 [M, 2]; gaps
+    int32 [M, V], LIMIT = no candidate. A row excludes nothing unless its random number is below
+    `xtc.chance`."""
     return top_tokens(gaps, xtc.share, tables) & (coins(keys) < xtc.chance)[:, None]
 
 

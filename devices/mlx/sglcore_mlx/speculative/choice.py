@@ -45,26 +45,27 @@ TREE_GAP = "this device verifies one draft token per position, no draft trees"
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a start has chosen: the drafter `kind`, and `lengths`, ascending, the possible numbers
-    of draft tokens per request and step."""
+    """What a start has chosen: `kind`, the drafter's name, and `lengths`, ascending, the possible
+    numbers of draft tokens per request and step."""
 
     kind: str
     lengths: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        """The most draft tokens of a request per step."""
+        """The most draft tokens of a request per step: the last of `lengths`."""
         return self.lengths[-1]
 
     @property
     def summary(self) -> str:
-        """The drafter and the numbers of draft tokens, for the ledger."""
+        """The drafter and the numbers of draft tokens as text, for the ledger."""
         fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
         return f"{self.kind}, {fewer}{self.tokens} tokens a step"
 
     @property
     def from_host(self) -> bool:
-        """Whether the host drafts; it must know all tokens for that, so steps can not overlap."""
+        """Whether the host drafts (`suffix`); it must know all tokens for that, so steps can not
+        overlap."""
         return self.kind == SUFFIX
 
     def limits_of(self, plain: Limits) -> Limits:
@@ -89,8 +90,9 @@ class Described(Protocol):
 
 
 def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
-    """Choose by the configuration and record the decision; reads no model. Raises ConfigError, with
-    the name, for what this device does not support."""
+    """Return what the configuration asks for, None without speculation, and record the decision;
+    reads no model. Raises ConfigError, with the name, for a drafter, rule or draft tree that this
+    device does not support, and for `suffix` without a prefix cache."""
     kind = config.speculative
     _check_rule(config.speculative_verify)
     if kind is not None and kind in GAPS:
@@ -121,8 +123,8 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
 
 
 def check_model(speculation: Speculation | None, model: Described) -> None:
-    """Raise ConfigError for a model that can not undo a token (encoders, recurrent states); its
-    weights need not be read yet."""
+    """Raise ConfigError for a model that can not undo a token (encoders, recurrent states) if there
+    is speculation. Reads no weights, so it can be called before they are loaded."""
     if speculation is None:
         return
     found = f"speculative is {speculation.kind!r}, but"

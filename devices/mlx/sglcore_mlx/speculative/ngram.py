@@ -12,10 +12,11 @@ LEAST, MOST = 2, 4
 
 
 def propose(known: mx.array, last: mx.array, tokens: int, least: int = LEAST, most: int = MOST) -> mx.array:
-    """Return draft tokens int32[R, tokens] for texts known int32[R, M]; `last` int32[R]: index of
-    each text's last token. They are the tokens after the latest earlier occurrence of the longest
-    matching suffix of `least` to `most` tokens; if the text ends before there are enough, they
-    repeat. NONE if the last `least` tokens did not occur earlier. Queues only."""
+    """Return draft tokens int32 [R, tokens] for texts known int32 [R, M]; `last` int32 [R]: index
+    of each text's last token. They are the tokens after the latest earlier occurrence of the
+    longest matching suffix of `least` to `most` tokens; if the text ends before there are enough,
+    they repeat from that occurrence. A whole row is NONE if the last `least` tokens did not occur
+    earlier. Lazy."""
     rows, width = known.shape
     places = mx.arange(max(width, tokens), dtype=mx.int32)
     padded = mx.concatenate([mx.full((rows, most - 1), NONE, mx.int32), known], axis=1)

@@ -30,7 +30,7 @@ from sglcore_mlx.stepper import Launched, Stepper
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of draft tokens per request: verified by a step, and made for the next step."""
+    """Numbers of draft tokens per request: `verified` by a step, and `made` for the next step."""
 
     verified: int
     made: int
@@ -52,8 +52,9 @@ class Rows:
 
 
 class SpeculativeStepper(Stepper):
-    """Drafts by n-grams of the same text, unless the host provides draft tokens. Decode requests
-    have up to `tokens` draft tokens each; prompts run as without speculation."""
+    """A stepper that drafts by n-grams of the request's own text (`drafter`), unless the host
+    provides draft tokens, and verifies them in the next decode step. Decode requests have up to
+    `tokens` draft tokens each; prompts run as without speculation."""
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class SpeculativeStepper(Stepper):
         tokens: int,
         **options: Any,
     ) -> None:
-        """`options`: the keyword arguments of `Stepper`."""
+        """`tokens`: the most draft tokens of a request; `options`: the keyword arguments of
+        `Stepper`."""
         super().__init__(model, attention, state, sizes, **options)
         self.drafter: Drafter = propose
         self._tokens = tokens
@@ -87,7 +89,8 @@ class SpeculativeStepper(Stepper):
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
 
     def _extend(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Run a prefill step, and draft for the requests with a complete prompt."""
+        """Run a prefill step, then draft for the requests with a complete prompt. Return the step's
+        output."""
         output, slots = super()._generate(batch), mx.array(batch.slots)
         assert output.tokens is not None
         self._drafts.lengths[slots] = mx.array(batch.seq_lens)
@@ -99,7 +102,8 @@ class SpeculativeStepper(Stepper):
         return output
 
     def _verify(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Verify each request's draft tokens; then draft for the next step."""
+        """Run a decode step: verify each request's draft tokens, then draft for the next step.
+        Return the step's output."""
         width = self._counts.verified + 1
         self._table.append(batch)
         wide = self._widened(batch, width)
@@ -115,8 +119,9 @@ class SpeculativeStepper(Stepper):
         return StepOutput(wide.plan, path, sampled, runs=(runs.accepted, runs.proposed), drafts=drafts)
 
     def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Rows, Placed, str]:
-        """Return logits float32 [B * N, V], the requests, their tokens, and the name of the path.
-        Writes the tokens to the history before anything reads it, so that MLX writes in place."""
+        """Return logits float32 [B * N, V] for N = `width` tokens of each of B requests, the
+        requests, their tokens, and the name of the path. Writes the tokens to the history before
+        anything reads it, so that MLX writes in place."""
         count, state, table = batch.batch_size, self._state, self._table
         most = int(most_lens(batch, width).max())
         pages = bucket(-(-most // table.page_size), table.rows.shape[1])
@@ -147,7 +152,8 @@ class SpeculativeStepper(Stepper):
         return self._wide
 
     def _take_proposals(self, slots: mx.array, given: mx.array) -> None:
-        """Replace our draft tokens with the host's int32[B, k] for requests where it has some."""
+        """Replace our draft tokens at the request slots [B] with the host's, given int32 [B, k],
+        for requests where it has some (its first is not negative)."""
         table = self._drafts.proposals
         table[slots] = mx.where(given[:, :1] < 0, table[slots], given)
 
@@ -155,15 +161,17 @@ class SpeculativeStepper(Stepper):
         return place(self._state.last, self._drafts, slots, limits, nodes, width)
 
     def _accept(self, sampled: SampledTokens[mx.array], rows: Rows, placed: Placed) -> Runs:
-        """Accept draft tokens, and update lengths and last tokens for the next step."""
+        """Accept draft tokens, update lengths and last tokens of the request slots for the next
+        step, and return what was accepted."""
         runs = accept(sampled.token_ids.reshape(placed.ids.shape), placed, self._drafts, rows.slots, rows.limits)
         self._drafts.lengths[rows.slots] = runs.lengths
         self._state.last[rows.slots] = runs.roots
         return runs
 
     def _propose(self, slots: mx.array, lengths: mx.array, roots: mx.array, most: int) -> None:
-        """Draft tokens for texts with lengths int32[B] (at most `most`), followed by roots
-        int32[B], which are not in the history yet."""
+        """Write draft tokens for the next step to the table at `slots` [B], for texts with lengths
+        int32 [B] (at most `most`), followed by roots int32 [B], tokens that are not in the history
+        yet."""
         tokens, table = self._counts.made, self._drafts.proposals
         table[slots] = NONE
         if not tokens:
@@ -183,6 +191,7 @@ class SpeculativeStepper(Stepper):
         return self._state.drafts
 
     def close(self) -> None:
-        """As `Stepper.close`."""
+        """Wait for the running step and release compiled functions, as `Stepper.close`; call it on
+        the stream thread."""
         super().close()
         del self._rows

@@ -33,9 +33,9 @@ def make_drafts(max_requests: int, tokens: int) -> Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """N tokens of each of B requests, int32[B, N] each: `ids`, `positions`, and request slots
-    `owners`. A token without a KV slot, or without a mask that it needs, has position 0 and owner
-    0."""
+    """N tokens of each of B requests, int32 [B, N] each: `ids`, `positions`, and request slots
+    `owners`. A token that is not verified (without a KV slot, or without a mask that it needs) has
+    position 0 and owner 0."""
 
     ids: mx.array
     positions: mx.array
@@ -43,20 +43,21 @@ class Placed:
 
     @property
     def lengths(self) -> mx.array:
-        """int32[B * N]: the number of tokens that each sees, including itself."""
+        """The number of tokens that each token sees, including itself: int32 [B * N]."""
         return self.positions.reshape(-1) + 1
 
     def first(self, count: int) -> Placed:
-        """Return the tokens of the first `count` requests."""
+        """Return the tokens of the first `count` requests, without padding."""
         return Placed(self.ids[:count], self.positions[:count], self.owners[:count])
 
     @property
     def is_usable(self) -> mx.array:
-        """bool[B, N]: whether each token can be verified."""
+        """Whether each token can be verified: bool [B, N]."""
         return self.owners != 0
 
     def cells(self, page_table: mx.array, page_size: int) -> mx.array:
-        """Return int32[B * N]: the KV slots of the tokens, by page_table int32[B, n]."""
+        """Return int32 [B * N]: the KV slots of the tokens, by page_table int32 [B, n]; 0 for
+        tokens that can not be verified."""
         pages = mx.take_along_axis(page_table, self.positions // page_size, axis=1)
         cells = pages * page_size + self.positions % page_size
         return mx.where(self.is_usable, cells, 0).reshape(-1)
@@ -65,9 +66,10 @@ class Placed:
 def place(
     last: mx.array, drafts: Drafts, slots: mx.array, limits: mx.array, nodes: mx.array | None, width: int
 ) -> Placed:
-    """Place the last token of slots int32[B] and `width` - 1 draft tokens after it. limits
-    int32[B]: number of KV slots in the request's pages; nodes int32[B]: how many of its tokens may
-    be verified (None: all). Missing draft tokens are replaced with the last token. Queues only."""
+    """Return the last token of each request slot, slots int32 [B], and `width` - 1 draft tokens
+    after it, with their positions. limits int32 [B]: number of KV slots in the request's pages;
+    nodes int32 [B]: how many of its tokens, the last one included, may be verified (None: all).
+    Missing draft tokens are replaced with the last token. Lazy."""
     steps = mx.arange(width, dtype=mx.int32)[None]
     places = drafts.lengths[slots][:, None] + steps
     usable = places < limits[:, None]
@@ -92,8 +94,9 @@ class Runs:
 
 
 def accept(drawn: mx.array, placed: Placed, drafts: Drafts, slots: mx.array, limits: mx.array) -> Runs:
-    """Accept the draft tokens of slots int32[B] as long as they equal the drawn tokens int32[B, N]
-    at their positions. `limits` as in `place`. Writes no table. Queues only."""
+    """Return how many draft tokens of the request slots, slots int32 [B], are accepted: those
+    before the first that differs from the token drawn at its place, of drawn int32 [B, N]. `limits`
+    as in `place`. Writes no table. Lazy."""
     width, usable = drawn.shape[1], placed.is_usable[:, 1:]
     proposed, before = drafts.proposals[slots][:, : width - 1], drafts.lengths[slots]
     right = ((drawn[:, :-1] == proposed) & usable).astype(mx.int32)

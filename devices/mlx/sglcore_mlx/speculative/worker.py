@@ -16,7 +16,8 @@ from sglcore_mlx.worker import MlxWorker
 
 
 class SpeculativeWorker(MlxWorker):
-    """A worker with a stepper that verifies draft tokens; `length` controls their number."""
+    """A worker with a stepper that verifies draft tokens; `length` chooses their number for each
+    step by acceptance and step times."""
 
     def __init__(self, *given: Any, lengths: tuple[int, ...]) -> None:
         """`given`: the arguments of `MlxWorker`. `lengths`: the allowed numbers of draft tokens per
@@ -35,7 +36,8 @@ class SpeculativeWorker(MlxWorker):
         return self._thread.post(stepper.launch_with, Counts(verified, self.length.tokens), batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As `MlxWorker`; also reports acceptance and time to the length controller."""
+        """Return the step's result as `MlxWorker.collect` does (it waits), and report acceptance
+        and time to the length controller."""
         result = super().collect(ticket)
         self._times.end(result, self.length)
         return result

@@ -69,8 +69,9 @@ COMMON = MappingProxyType(
 def figures(
     name: str, cores: int, units: int, lanes: tuple[int, ...], local_kib: int, has_fp64: bool
 ) -> dict[str, Any]:
-    """Return fields of `torch.xpu.get_device_properties`; each of `cores` has `units` vector
-    engines."""
+    """Return some fields of `torch.xpu.get_device_properties` by name. `name`: the product's name;
+    each of `cores` Xe cores has `units` vector engines; `lanes`: sub-group sizes, ascending;
+    `local_kib`: shared memory of a work-group in KiB."""
     return {
         "name": name,
         "gpu_subslice_count": cores,

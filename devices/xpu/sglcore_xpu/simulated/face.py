@@ -18,7 +18,8 @@ class StreamBinding(in_tree.StreamBinding):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return lowest and highest priority, as on hardware."""
+        """Return (lowest, highest) priority, (1, -1) as on hardware; a smaller number is a higher
+        priority."""
         return (1, -1)
 
 
@@ -38,7 +39,7 @@ class GraphBinding(in_tree.GraphBinding):
 
 def plant(sim: Any) -> None:
     """Make torch in this process look like a build for Intel GPUs: adds the missing names, which
-    run on the simulator `sim`."""
+    run on the simulator `sim`. There is no way back."""
     xpu: Any = torch.xpu
     values = {
         **in_tree.bindings(sim, "xpu"),
