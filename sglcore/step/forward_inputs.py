@@ -65,10 +65,16 @@ class NgramEmbeddingInfo(Generic[Array]):
     """
 
     column_starts: Array | None = batch_field(
-        axis=REQUESTS, split=Split.ADVANCE, dtype="int32", padding=zero(), read="ngram_starts", when=IF_GIVEN
+        axis=REQUESTS,
+        split=Split.ADVANCE,
+        dtype="int32",
+        padding=zero(),
+        read="ngram_starts",
+        when=IF_GIVEN,
+        wide=PLACED,
     )
     req_lens: Array | None = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="ngram_lens", when=IF_GIVEN
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="ngram_lens", when=IF_GIVEN, wide=PLACED
     )
 
 
@@ -140,7 +146,7 @@ class ForwardInputs(Generic[Array]):
     )
     """int32[B]: index of each request's first token among the T. None: each request has one."""
     input_ids: Array = batch_field(
-        axis=TOKENS, dtype="int32", padding=zero(), read="input_ids", when=EXTEND, owner="token table"
+        axis=TOKENS, dtype="int32", padding=zero(), read="input_ids", when=EXTEND, owner="token table", wide=PLACED
     )
     """int32[T]: token ids. A negative id stands for a token that only the device knows; in a decode
     step all are negative."""

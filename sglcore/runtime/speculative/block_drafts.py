@@ -18,7 +18,7 @@ from torch import Tensor
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.chain_drafts import decode_batch, placed
+from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 
 
@@ -89,7 +89,9 @@ class BlockDrafter:
         ids = torch.full_like(places, self._model.mask_token_id)
         ids[:, 0] = rows.ids.index_select(0, rows.select)
         most = self._most_lens(rows)
-        batch = decode_batch(rows.batch, slots.flatten(), positions.flatten(), ids.flatten(), most)
+        size = self._model.block_size
+        placed_rows = slots.flatten(), positions.flatten(), ids.flatten(), most
+        batch = decode_batch(rows.batch, lambda axis: rows.sources(axis).repeat_interleave(size), *placed_rows)
         return replace(batch, seq_lens=torch.where(places < limits, ends, 1).flatten())
 
     def _most_lens(self, rows: DraftRows) -> NDArray[np.int32]:

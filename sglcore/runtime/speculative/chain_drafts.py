@@ -13,15 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import StepPlan
-from sglcore.runtime.batch_split import filter_batch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.step.batch_field import Axis
 
 
 class AutoregressiveDrafter(ABC):
@@ -81,7 +79,8 @@ class AutoregressiveDrafter(ABC):
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
         plan = None if rows.batch.step_plan is None else rows.batch.step_plan.of_emitting()
-        return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None, plan)
+        features = hidden if self.lookahead else None
+        return decode_batch(rows.batch, rows.sources, slots, positions, ids, most_lens, features, plan)
 
     def close(self) -> None:
         """Close the runner: free its graphs, and leave the communication groups, if any."""
@@ -130,59 +129,16 @@ class StandaloneDrafter(AutoregressiveDrafter):
         slots, positions = placed(batch.req_pool_indices, batch.positions, ends)
         assert batch.seq_lens_cpu is not None and root.seq_lens_cpu is not None
         plan = None if batch.step_plan is None else batch.step_plan.with_emitting()
+
+        def sources(axis: Axis) -> Tensor:
+            return torch.cat([torch.arange(batch.num_tokens, device=ends.device), rows.sources(axis)])
+
         return decode_batch(
             batch,
+            sources,
             torch.cat([slots, root.req_pool_indices]),
             torch.cat([positions, root.positions]),
             torch.cat([batch.input_ids, root.input_ids]),
             np.concatenate([batch.seq_lens_cpu, root.seq_lens_cpu]),
             plan=plan,
         )
-
-
-def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return slots and positions int32[R].
-
-    Those at or past `ends` are replaced by position 0 of slot 0 (scratch).
-    """
-    usable = positions < ends
-    return slots * usable, positions * usable
-
-
-def decode_batch(
-    like: ForwardBatch,
-    slots: Tensor,
-    positions: Tensor,
-    ids: Tensor,
-    most_lens: NDArray[np.int32],
-    features: Tensor | None = None,
-    plan: StepPlan | None = None,
-) -> ForwardBatch:
-    """Return a decode batch of one token per row, int32[R] each, for a draft's runner.
-
-    `most_lens` are upper bounds of the lengths. `plan`: of a forward of several data-parallel
-    shards; all its rows may belong to other shards.
-    """
-    if plan is not None and not len(most_lens):
-        return no_tokens(like, plan, features)
-    return type(like)(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=len(most_lens),
-        num_tokens=len(most_lens),
-        req_pool_indices=slots,
-        seq_lens=positions + 1,
-        input_ids=ids,
-        positions=positions,
-        num_token_non_padded=like.num_token_non_padded,
-        seq_lens_cpu=most_lens,
-        features=features,
-        step_plan=plan,
-    )
-
-
-def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
-    """Return a batch without rows, for a step in which only other data-parallel shards have rows.
-    `features`, if given, are [0, F].
-    """
-    given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
-    return replace(filter_batch(like, 0, 0), **given)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.step.batch_field import Axis
 
 NONE = -1
 """No draft token here or after it."""
@@ -77,6 +78,14 @@ class DraftRows:
     earlier ones. None: the batch is a decode."""
     goes_on: bool = False
     """Some of the prompts continue earlier chunks."""
+
+    def sources(self, axis: Axis) -> Tensor:
+        """Return int[R]: the entry of each sampled request in the batch's fields of `axis`, that of
+        its last row where it has several. See `Sources` in draft_batches.py.
+        """
+        if axis is Axis.TOKENS or self.batch.extend_seq_lens is None:
+            return self.select
+        return (self.batch.req_pool_indices == self.slots[:, None]).int().argmax(1)
 
 
 def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor | None = None) -> DraftRows:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch, Turn
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.chain_drafts import decode_batch, placed
+from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.target_features import features_of
 
@@ -68,7 +68,8 @@ class FrozenDrafter:
         ids, features = (each.index_select(0, rows.select) for each in (rows.ids, rows.features))
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most = np.minimum(rows.most_lens, np.int32(room))
-        return replace(decode_batch(rows.batch, slots, positions, ids, most, features), turn=Turn(self._epoch, 0))
+        batch = decode_batch(rows.batch, rows.sources, slots, positions, ids, most, features)
+        return replace(batch, turn=Turn(self._epoch, 0))
 
     def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
         """Plan attention for `steps` forwards and record the plan on the batch, unless a graph

@@ -21,8 +21,9 @@ from torch import Tensor
 from sglcore.device.batch import ForwardMode
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.chain_drafts import decode_batch, no_tokens
+from sglcore.runtime.speculative.draft_batches import decode_batch, no_tokens
 from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.step.batch_field import Axis
 
 
 class HeadsModel(Protocol):
@@ -175,7 +176,12 @@ class MultiHeadDrafter:
         own = features.view(count, rows.width, -1)
         features = torch.cat([self._features.index_select(0, rows.slots), own], 1).flatten(0, 1)
         plan = None if batch.step_plan is None else batch.step_plan.from_before(self._back)
-        decode = decode_batch(batch, slots, positions, ids, most, plan=plan)
+        firsts = self._steps[:count] * rows.width
+
+        def sources(axis: Axis) -> Tensor:
+            return firsts.repeat_interleave(self._back + rows.width)
+
+        decode = decode_batch(batch, sources, slots, positions, ids, most, plan=plan)
         return Window(rows.slots, decode, ids, known, features)
 
     def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
@@ -191,7 +197,12 @@ class MultiHeadDrafter:
         ids = torch.cat([self._ids.index_select(0, slots), following], 1)
         most = self._front_ends(batch.extend_prefix_lens_cpu[:, None]).reshape(-1)
         plan = None if batch.step_plan is None else batch.step_plan.before_prompts(self._back)
-        decode = decode_batch(batch, owners.flatten(), positions.flatten(), ids, most, plan=plan)
+
+        def sources(axis: Axis) -> Tensor:
+            entries = first if axis is Axis.TOKENS else self._steps[: batch.batch_size]
+            return entries.repeat_interleave(self._back)
+
+        decode = decode_batch(batch, sources, owners.flatten(), positions.flatten(), ids, most, plan=plan)
         known = ends - first + (1 + self._back)
         return Window(slots, decode, ids, known, self._features.index_select(0, slots).flatten(0, 1))
 

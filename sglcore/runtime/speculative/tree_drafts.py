@@ -20,9 +20,8 @@ from sglcore.runtime.speculative.chain_drafts import (
     AutoregressiveDrafter,
     FeatureDrafter,
     StandaloneDrafter,
-    decode_batch,
-    placed,
 )
+from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
 from sglcore.runtime.speculative.target_features import features_of
@@ -127,7 +126,8 @@ class CellBeams(AutoregressiveDrafter):
         places = rows.most_lens[:, None] + np.arange(own.start + 1, own.stop + 1, dtype=np.int32) + np.int32(known)
         most = np.minimum(places, np.maximum(rows.host_limits, 1)[:, None]).reshape(-1)
         features = parents_of(hidden, beams, depth) if self.lookahead else None
-        batch = decode_batch(rows.batch, slots.flatten(), positions.flatten(), beams.tokens.flatten(), most, features)
+        placed_rows = slots.flatten(), positions.flatten(), beams.tokens.flatten(), most, features
+        batch = decode_batch(rows.batch, lambda axis: rows.sources(axis).repeat_interleave(width), *placed_rows)
         return replace(batch, seq_lens=(cells + 1).flatten(), visible=bits.words(seen, own).flatten()), seen
 
 
@@ -182,7 +182,8 @@ class FrozenTreeDrafter(FrozenDrafter):
             part.repeat_interleave(width) for part in (batch.req_pool_indices, batch.positions, batch.input_ids)
         )
         assert batch.seq_lens_cpu is not None and batch.turn is not None
-        wide = decode_batch(batch, slots, positions, ids, np.repeat(batch.seq_lens_cpu, width))
+        most, firsts = np.repeat(batch.seq_lens_cpu, width), torch.arange(batch.num_tokens, device=slots.device)
+        wide = decode_batch(batch, lambda axis: firsts.repeat_interleave(width), slots, positions, ids, most)
         return replace(wide, turn=batch.turn)
 
     def batch(self, before: ForwardBatch, beams: Beams, depth: int, hidden: Tensor) -> ForwardBatch:

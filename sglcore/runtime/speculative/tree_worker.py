@@ -15,7 +15,7 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
-from sglcore.runtime.speculative.chain_drafts import decode_batch, placed
+from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.tree import DraftTree, TreeShape, TreeTables
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, Verified, VerifiedRows
@@ -112,7 +112,8 @@ class TreeWorker(SpeculativeWorker):
         places = before[:, None] + self._steps[:steps]
         slots, positions = placed(rows.slots[:, None], places, rows.limits[:, None])
         ids = staged.input_ids.index_select(0, order)
-        chain = decode_batch(staged, slots.flatten(), positions.flatten(), ids, most_lens(batch, steps))
+        most = most_lens(batch, steps)
+        chain = decode_batch(staged, lambda axis: order, slots.flatten(), positions.flatten(), ids, most)
         return replace(chain, width=steps)
 
     def _propose(self, rows: DraftRows) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Ticket
-from sglcore.runtime.speculative import block_drafts, chain_drafts, tree_drafts, tree_worker
+from sglcore.runtime.speculative import block_drafts, chain_drafts, draft_batches, tree_drafts, tree_worker
 from sglcore.runtime.speculative.drafter import NONE
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
@@ -226,7 +226,7 @@ def test_no_step_writes_to_the_pages_of_others(traces: Traces, proposer: str, ov
 def test_a_draft_that_writes_behind_its_pages_shows(
     traces: Traces, proposer: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = chain_drafts.placed
+    placed = draft_batches.placed
     monkeypatch.setattr(module, "placed", lambda slots, at, ends: placed(slots, at, ends + SMALL["page_size"]))
     with pytest.raises(AssertionError, match="wrote to pages"):
         play_all(traces, proposer, True)

@@ -1,0 +1,113 @@
+"""Batches of a draft model: rows that the device makes from the rows of another batch.
+
+What a row has besides its token and its place follows from the declarations of the batch fields
+(`Wide` in step/batch_field.py): each row gets the entries of the request that it continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import StepPlan
+from sglcore.runtime.batch_split import filter_batch
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.step.batch_field import Axis, FieldSpec, When, Wide, leaves
+from sglcore.step.host_values import make_batch
+
+Sources = Callable[[Axis], Tensor]
+"""`sources(axis)` returns int[N]: for each of N new rows the entry that it continues in fields of
+this axis (requests or tokens) of another batch. Called only if that batch has such a field.
+"""
+
+
+def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slots and positions int32[R].
+
+    Those at or past `ends` are replaced by position 0 of slot 0 (scratch).
+    """
+    usable = positions < ends
+    return slots * usable, positions * usable
+
+
+def decode_batch(
+    like: ForwardBatch,
+    sources: Sources,
+    slots: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    most_lens: NDArray[np.int32],
+    features: Tensor | None = None,
+    plan: StepPlan | None = None,
+) -> ForwardBatch:
+    """Return a decode batch of one token per row, int32[R] each, for a draft's runner.
+
+    `most_lens` are upper bounds of the lengths. Each row has the fields of `like` that repeat
+    (`Wide.REPEAT`) at its entry of `sources`. `plan`: of a forward of several data-parallel shards;
+    all its rows may belong to other shards. Does not wait.
+    """
+    if plan is not None and not len(most_lens):
+        return no_tokens(like, plan, features)
+    made: dict[str, Any] = {
+        "forward_mode": ForwardMode.DECODE,
+        "batch_size": len(most_lens),
+        "num_tokens": len(most_lens),
+        "req_pool_indices": slots,
+        "seq_lens": positions + 1,
+        "input_ids": ids,
+        "positions": positions,
+        "num_token_non_padded": like.num_token_non_padded,
+        "seq_lens_cpu": most_lens,
+        "features": features,
+        "step_plan": plan,
+    }
+    made.update(_continued(like, sources))
+    return make_batch(type(like), made)
+
+
+def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
+    """Return a batch without rows, for a step in which only other data-parallel shards have rows.
+    `features`, if given, are [0, F].
+    """
+    given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
+    return replace(filter_batch(like, 0, 0), **given)
+
+
+def _continued(like: ForwardBatch, sources: Sources) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and entries of each field that `like` has and new rows repeat."""
+    for spec in _repeated(type(like)):
+        value = _value_of(like, spec.name)
+        if value is not None:
+            yield spec.name, value.index_select(spec.dim, sources(spec.axis))
+
+
+def _value_of(record: object, name: str) -> Tensor | None:
+    """Return a field by its (dotted) name; None if the batch has no such field or nested record."""
+    first, _, rest = name.partition(".")
+    value = getattr(record, first)
+    return value if value is None or not rest else _value_of(value, rest)
+
+
+@cache
+def _repeated(batch_type: type[ForwardBatch]) -> tuple[FieldSpec, ...]:
+    """Return the fields of tensors that rows made on the device repeat.
+
+    Raises TypeError for a repeated field that stays on the host: rows that the device makes cannot
+    index it.
+    """
+    read = (spec for spec in leaves(batch_type) if spec.read is not None and spec.when is not When.EXTEND)
+    repeated = tuple(spec for spec in read if spec.wide is Wide.REPEAT and spec.axis is not Axis.NONE)
+    for spec in repeated:
+        if not spec.is_buffered:
+            raise TypeError(
+                f"{batch_type.__name__}.{spec.name} stays on the host, so rows of draft tokens cannot repeat it; "
+                "give it a dtype, or declare wide=Wide.PLACED"
+            )
+    return repeated
