@@ -8,9 +8,7 @@ inside a captured stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.step.batch_field import Axis, FieldSpec, Split, leaves, specs
+from sglcore.step.batch_field import Axis, FieldSpec, Moved, Split, specs
 
 Record = TypeVar("Record")
 Ints = NDArray[np.int32]
@@ -47,48 +45,6 @@ class Clip:
     def batch_size(self) -> int:
         """Number of requests with tokens in the child."""
         return self.rows.stop - self.rows.start
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """How a per-request number changes if only some of the request's tokens are in a child.
-
-    The child adds `by_skipped * skipped` for its first request and subtracts `by_rest * rest` for
-    its last one.
-    """
-
-    by_skipped: int = 0
-    by_rest: int = 0
-
-
-LENGTHS: Mapping[str, Moved] = MappingProxyType(
-    {
-        "seq_lens": Moved(by_rest=1),
-        "window_seq_lens": Moved(by_rest=1),
-        "extend_seq_lens": Moved(by_skipped=-1, by_rest=1),
-        "extend_prefix_lens": Moved(by_skipped=1),
-        "req_lens": Moved(by_skipped=-1, by_rest=1),
-    }
-)
-"""Clipped fields with one number per request.
-
-A host mirror changes as the field that it mirrors.
-"""
-SIZES = frozenset({"batch_size", "num_tokens", "extend_start_loc"})
-"""Clipped fields with separate formulas."""
-
-
-def check_declarations(batch_type: type) -> None:
-    """Raise TypeError if a batch type has a CLIP field without a rule in LENGTHS or SIZES."""
-    for spec in leaves(batch_type):
-        name = (spec.mirror or spec.name).rpartition(".")[2]
-        if spec.split is Split.CLIP and name not in LENGTHS and name not in SIZES:
-            raise TypeError(
-                f"{batch_type.__name__}.{spec.name} is clipped, and no rule in LENGTHS or SIZES defines a child's part"
-            )
-
-
-check_declarations(ForwardBatch)
 
 
 def clip(batch: ForwardBatch, first: int, last: int) -> Clip:
@@ -158,15 +114,16 @@ def _child_value(spec: FieldSpec, value: Any, part: Clip) -> Any:
         return _child(value, part)
     if spec.split is Split.COUNT:
         return (value - part.first).clamp_(0, part.last - part.first)
+    if spec.split is Split.SIZE:
+        return _sized(spec.name, value, part)
     if spec.split is Split.CLIP:
-        return _clipped(spec.mirror or spec.name, value, part)
-    if spec.split is Split.ADVANCE:
-        return _moved(value, part, Moved(by_skipped=1))
+        assert spec.moved is not None
+        return _moved(value, part, spec.moved)
     where = slice(part.first, part.last) if spec.axis is Axis.TOKENS else part.rows
     return value[(slice(None),) * spec.dim + (where,)]
 
 
-def _clipped(name: str, value: Any, part: Clip) -> Any:
+def _sized(name: str, value: Any, part: Clip) -> Any:
     if name == "batch_size":
         return part.batch_size
     if name == "num_tokens":
@@ -174,7 +131,7 @@ def _clipped(name: str, value: Any, part: Clip) -> Any:
     if name == "extend_start_loc":
         starts = value[part.rows] - part.first
         return starts.clamp_(min=0) if isinstance(starts, torch.Tensor) else np.maximum(starts, 0)
-    return _moved(value, part, LENGTHS[name])
+    raise TypeError(f"{name} is declared as Split.SIZE, and this module has no formula for it")
 
 
 def _moved(value: Any, part: Clip, moved: Moved) -> Any:

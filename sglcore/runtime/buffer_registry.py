@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
+from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.staging import HostBlock
 from sglcore.runtime.torch_fields import torch_dtype
 from sglcore.step.batch_field import Axis, FieldSpec, Fill, When, leaves, specs
-from sglcore.step.host_values import HostReader, host_reader, make_batch
+from sglcore.step.host_values import HostReader, host_reader, idle_values, make_batch
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -295,6 +295,8 @@ class BufferRegistry:
         Returns the fields of the device batch by (dotted) name; tensors are the heads of their
         buffers. One-shot values (`device/batch.py`) are removed from `batch`, unless growing fails.
         """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return self._stage_nothing(batch)
         is_decode, bs, num_tokens = batch.forward_mode.is_decode, batch.batch_size, batch.num_tokens
         self.ensure(bs, num_tokens)
         staging = self._staging.get(is_decode) or self._compile_staging(is_decode)
@@ -308,6 +310,17 @@ class BufferRegistry:
                 values[name] = buffer.head(bs, num_tokens)
         values.update(self._heads_of(bs, num_tokens, not is_decode))
         return values
+
+    def _stage_nothing(self, batch: ScheduleBatch) -> dict[str, Any]:
+        """Return the fields of a step without rows: each staged field is an empty tensor, also one
+        that the host batch does not have.
+        """
+        empty = {
+            buffer.name: buffer.head(0, 0)
+            for buffer in self._buffers.values()
+            if buffer.spec.is_staged and buffer.spec.axis is not Axis.NONE
+        }
+        return idle_values(self.batch_type, batch) | empty | self._heads_of(0, 0, True)
 
     def stage_wide(self, batch: ScheduleBatch, width: int) -> tuple[ForwardBatch, bool]:
         """Stage the values of a decode batch for `width` rows of each request.

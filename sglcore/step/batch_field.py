@@ -63,22 +63,34 @@ class When(Enum):
 class Split(Enum):
     """How the parts of a split batch get the field.
 
-    SLICE cuts along the axis; CLIP recomputes lengths and offsets for the part's token interval;
-    ADVANCE cuts along the requests and moves each start past the request's tokens before the part;
-    COUNT clamps a number of real tokens; COPY shares the object; DROP leaves it to the whole batch;
+    SLICE cuts along the axis; CLIP cuts along the requests and changes the numbers of a request
+    that is cut, as `Moved` says; SIZE recomputes a size or the starts of requests from the part's
+    token interval; COUNT clamps a number of real tokens; COPY shares the object; DROP leaves it to
+    the whole batch;
     FRESH resets it to its default; NESTED splits the fields of the value; REFUSE forbids the split
     while the field is present.
     """
 
     SLICE = "slice"
     CLIP = "clip"
-    ADVANCE = "advance"
+    SIZE = "size"
     COUNT = "count"
     COPY = "copy"
     DROP = "drop"
     FRESH = "fresh"
     NESTED = "nested"
     REFUSE = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How a per-request number changes if only some of the request's tokens are in a part of the
+    batch: the part adds `by_skipped` times the number of the first request's tokens before it, and
+    subtracts `by_rest` times the number of the last request's tokens after it.
+    """
+
+    by_skipped: int = 0
+    by_rest: int = 0
 
 
 class Wide(Enum):
@@ -167,6 +179,14 @@ class FieldSpec:
     """Sizes of the dimensions before the axis."""
     wide: Wide = Wide.REPEAT
     """How a decode with several rows per request gets the field."""
+    moved: Moved | None = None
+    """How the field's numbers change in a part of the batch (CLIP); None for a mirror, which
+    changes as the field that it mirrors."""
+    grows: bool = False
+    """The entry of a request's next token is larger by one."""
+    in_window: str | Callable[[Any], Any] = ""
+    """The value of the field in the batch that sliding-window layers see: the field of this name,
+    or a function of the batch. Empty: the same value."""
 
     @property
     def is_buffered(self) -> bool:
@@ -202,15 +222,19 @@ def batch_field(
     padding: Padding | None = None,
     lead: tuple[int, ...] = (),
     wide: Wide = Wide.REPEAT,
+    moved: Moved | None = None,
+    grows: bool = False,
+    in_window: str | Callable[[Any], Any] = "",
     default: Any = None,
 ) -> Any:
     """Declare a field of a batch record. It has at least one source: `read` (from the host batch),
     `mirror` (the host copy of the field with that name), `record` (the type of a nested record), or
     `owner` (a label: who provides the value on steps for which the host has none, see `when`).
 
-    `wide` says how a decode with several rows of each request gets the field. `split` is SLICE by
-    default; without an axis it must be given. Raises TypeError without a
-    source, for a `dtype` without `padding`, and for a `read` field whose dtype is not in `STAGED`.
+    For the other parameters see the fields of `FieldSpec`. `split` is SLICE by default, and CLIP if
+    `moved` is given; without an axis it must be given. Raises TypeError without a source, for CLIP
+    without `moved` or `mirror`, for a `dtype` without `padding`, and for a `read` field whose dtype
+    is not in `STAGED`.
     """
     if read is None and not (mirror or owner or record):
         raise TypeError(
@@ -220,7 +244,9 @@ def batch_field(
     if split is None:
         if axis is Axis.NONE:
             raise TypeError("a batch field without an axis must declare split=...; there is no safe default")
-        split = Split.SLICE
+        split = Split.CLIP if moved is not None else Split.SLICE
+    if split is Split.CLIP and moved is None and not mirror:
+        raise TypeError("a batch field that is clipped must declare moved=Moved(...), or mirror= a field that does")
     if dtype is not None and padding is None:
         raise TypeError("a batch field with a dtype must declare padding=zero(), sentinel(v), fill_once(v) or keep()")
     if read is not None and dtype is not None and dtype not in STAGED:
@@ -239,6 +265,9 @@ def batch_field(
         dim=len(lead),
         lead=lead,
         wide=wide,
+        moved=moved,
+        grows=grows,
+        in_window=in_window,
     )
     return dataclasses.field(default=default, metadata={"spec": spec})
 
@@ -270,14 +299,27 @@ def batch_record(host: type) -> Callable[[type[T]], type[T]]:
 @cache
 def specs(batch_type: type) -> tuple[FieldSpec, ...]:
     """Return the declarations of a batch type, in order. Raises TypeError for a field that is not
-    declared with `batch_field`.
+    declared with `batch_field`, and for a clipped mirror of a field without `moved`.
     """
     found = []
     for item in dataclasses.fields(batch_type):
         if "spec" not in item.metadata:
             raise TypeError(f"{batch_type.__name__}.{item.name} is not declared with batch_field(...)")
         found.append(replace(item.metadata["spec"], name=item.name))
-    return tuple(found)
+    by_name = {spec.name: spec for spec in found}
+    made = tuple(_like_mirrored(spec, by_name.get(spec.mirror)) for spec in found)
+    for spec in made:
+        if spec.split is Split.CLIP and spec.moved is None:
+            raise TypeError(
+                f"{batch_type.__name__}.{spec.name} is clipped and mirrors {spec.mirror}, "
+                "which does not declare moved=Moved(...)"
+            )
+    return made
+
+
+def _like_mirrored(spec: FieldSpec, mirrored: FieldSpec | None) -> FieldSpec:
+    """Return the declaration of a mirror with the changes of the field that it mirrors."""
+    return spec if mirrored is None else replace(spec, moved=mirrored.moved, grows=mirrored.grows)
 
 
 @cache

@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.plan import StepPlan
-from sglcore.step.batch_field import Axis, Once, Split, When, Wide, batch_field, batch_record, fill_once, sentinel, zero
+from sglcore.step.batch_field import (
+    Axis,
+    Moved,
+    Once,
+    Split,
+    When,
+    Wide,
+    batch_field,
+    batch_record,
+    fill_once,
+    sentinel,
+    zero,
+)
 
 Array = TypeVar("Array")
 Ints = NDArray[np.int32]
@@ -58,6 +70,15 @@ def _window_positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints |
     return values["positions"] - (starts if lengths is None else np.repeat(starts, lengths))
 
 
+def _window_prefix_lens(batch: Any) -> Any:
+    return None if batch.extend_seq_lens is None else batch.window_seq_lens - batch.extend_seq_lens
+
+
+def _window_prefix_lens_cpu(batch: Any) -> Ints | None:
+    ends, lengths = batch.window_seq_lens_cpu, batch.extend_seq_lens_cpu
+    return None if ends is None or lengths is None else ends - lengths
+
+
 @batch_record(ScheduleBatch)
 class NgramEmbeddingInfo(Generic[Array]):
     """Inputs of n-gram embeddings, int32[B] each: the index in the token history where each
@@ -66,7 +87,7 @@ class NgramEmbeddingInfo(Generic[Array]):
 
     column_starts: Array | None = batch_field(
         axis=REQUESTS,
-        split=Split.ADVANCE,
+        moved=Moved(by_skipped=1),
         dtype="int32",
         padding=zero(),
         read="ngram_starts",
@@ -74,7 +95,13 @@ class NgramEmbeddingInfo(Generic[Array]):
         wide=PLACED,
     )
     req_lens: Array | None = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="ngram_lens", when=IF_GIVEN, wide=PLACED
+        axis=REQUESTS,
+        moved=Moved(by_skipped=-1, by_rest=1),
+        dtype="int32",
+        padding=zero(),
+        read="ngram_lens",
+        when=IF_GIVEN,
+        wide=PLACED,
     )
 
 
@@ -91,9 +118,9 @@ class ForwardInputs(Generic[Array]):
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
     """Forward mode."""
-    batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", wide=PLACED, default=0)
+    batch_size: int = batch_field(axis=NONE, split=Split.SIZE, read="batch_size", wide=PLACED, default=0)
     """Number of requests, B."""
-    num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", wide=PLACED, default=0)
+    num_tokens: int = batch_field(axis=NONE, split=Split.SIZE, read="num_tokens", wide=PLACED, default=0)
     """Number of tokens, T."""
     width: int | None = batch_field(axis=NONE, split=Split.COPY, owner="speculative")
     """Rows per request in a decode: consecutive tokens; trailing tokens that are not verified have
@@ -102,7 +129,14 @@ class ForwardInputs(Generic[Array]):
     req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots", wide=PLACED)
     """int32[B]: request slots, the indices into the page table."""
     seq_lens: Array = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens, wide=PLACED
+        axis=REQUESTS,
+        moved=Moved(by_rest=1),
+        dtype="int32",
+        padding=sentinel(1),
+        read=_seq_lens,
+        wide=PLACED,
+        grows=True,
+        in_window="window_seq_lens",
     )
     """int32[B]: number of tokens of each request after this forward."""
     visible: Array | None = batch_field(
@@ -133,16 +167,27 @@ class ForwardInputs(Generic[Array]):
     """int32[T] (optional): index, from 1, at which the state inputs of each row are kept. 0: they
     are not kept."""
     extend_prefix_lens: Array | None = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="prefix_lens", when=EXTEND
+        axis=REQUESTS,
+        moved=Moved(by_skipped=1),
+        dtype="int32",
+        padding=zero(),
+        read="prefix_lens",
+        when=EXTEND,
+        in_window=_window_prefix_lens,
     )
     """int32[B]: number of tokens of each request in the KV pool before this forward. None: every
     request has one new token."""
     extend_seq_lens: Array | None = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_extend_seq_lens, when=EXTEND
+        axis=REQUESTS,
+        moved=Moved(by_skipped=-1, by_rest=1),
+        dtype="int32",
+        padding=sentinel(1),
+        read=_extend_seq_lens,
+        when=EXTEND,
     )
     """int32[B]: number of new tokens of each request. None: every request has one."""
     extend_start_loc: Array | None = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read=_extend_start_loc, when=EXTEND
+        axis=REQUESTS, split=Split.SIZE, dtype="int32", padding=zero(), read=_extend_start_loc, when=EXTEND
     )
     """int32[B]: index of each request's first token among the T. None: each request has one."""
     input_ids: Array = batch_field(
@@ -150,24 +195,35 @@ class ForwardInputs(Generic[Array]):
     )
     """int32[T]: token ids. A negative id stands for a token that only the device knows; in a decode
     step all are negative."""
-    positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions, wide=PLACED)
+    positions: Array = batch_field(
+        axis=TOKENS,
+        dtype="int32",
+        padding=zero(),
+        read=_positions,
+        wide=PLACED,
+        grows=True,
+        in_window="window_positions",
+    )
     """int32[T]: each token's position in its text."""
-    out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
+    out_cache_loc: Array | None = batch_field(
+        axis=TOKENS, dtype="int64", padding=zero(), owner="pool", in_window="window_cache_loc"
+    )
     """int64[T]: the KV slot to which each token is written. None: the forward writes none."""
     window_seq_lens: Array | None = batch_field(
         axis=REQUESTS,
-        split=Split.CLIP,
+        moved=Moved(by_rest=1),
         dtype="int32",
         padding=sentinel(1),
         read=_window_seq_lens,
         when=WINDOWS,
         wide=PLACED,
+        grows=True,
     )
     """int32[B]: `seq_lens` as sliding-window layers see it, counted from
     `ScheduleBatch.window_starts`. None: the worker has no sliding-window pages. The same holds for
     `window_positions` and `window_cache_loc`."""
     window_positions: Array | None = batch_field(
-        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS, wide=PLACED
+        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS, wide=PLACED, grows=True
     )
     """int32[T]: `positions`, counted from the same starts."""
     window_cache_loc: Array | None = batch_field(
@@ -183,9 +239,13 @@ class ForwardInputs(Generic[Array]):
     )
     """int32[ranks]: number of tokens on every data-parallel rank. None: not given."""
 
-    seq_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="seq_lens")
+    seq_lens_cpu: Ints | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, mirror="seq_lens", in_window="window_seq_lens_cpu"
+    )
     """int32[B]: the host mirror of `seq_lens`."""
-    extend_prefix_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="extend_prefix_lens")
+    extend_prefix_lens_cpu: Ints | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, mirror="extend_prefix_lens", in_window=_window_prefix_lens_cpu
+    )
     """int32[B]: the host mirror of `extend_prefix_lens`."""
     extend_seq_lens_cpu: Ints | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, mirror="extend_seq_lens", when=EXTEND

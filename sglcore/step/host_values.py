@@ -84,6 +84,32 @@ def host_reader(batch_type: type, is_decode: bool, is_wide: bool = False) -> Hos
     return HostReader(batch_type, is_decode, is_wide)
 
 
+def idle_values(batch_type: type, batch: ScheduleBatch) -> Values:
+    """Return the values of a step without rows, by field name: those of fields without an axis,
+    which the host batch has, and an empty array for each field that stays on the host. Staged
+    fields are not read, so the host batch need not have them.
+    """
+    read, arrays = _idle_reader(batch_type)
+    return read(batch) | {name: np.zeros(0, dtype) for name, dtype in arrays.items()}
+
+
+@cache
+def _idle_reader(batch_type: type) -> tuple[Callable[[ScheduleBatch], Values], dict[str, str]]:
+    """Return the function that reads the fields without an axis, and the dtypes of the host arrays
+    of requests or tokens by name.
+    """
+    every = {spec.name: spec for spec in leaves(batch_type) if spec.is_read and not spec.is_staged}
+    plain = {name: spec for name, spec in every.items() if spec.axis is Axis.NONE}
+    given = {name for name, spec in plain.items() if spec.when is When.IF_GIVEN}
+    by_name = {spec.name: spec for spec in leaves(batch_type)}
+    arrays = {
+        name: by_name[spec.mirror].dtype or "int32" if spec.mirror else "int32"
+        for name, spec in every.items()
+        if name not in plain and spec.when is not When.IF_GIVEN
+    }
+    return _compiled({name: spec.read for name, spec in plain.items()}, given, {}), arrays
+
+
 def make_batch(batch_type: type[T], fields: dict[str, Any]) -> T:
     """Make a batch from values by (dotted) field name. A nested record is made if any of its fields
     is present, and replaces these entries in `fields`, which is changed. Absent fields get their

@@ -7,7 +7,9 @@ that it still has: these layers see fewer tokens, and have a page table and KV s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,6 +23,7 @@ from sglcore.runtime.attention.contract import (
     HostUpdate,
 )
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.step.batch_field import Split, specs
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -128,28 +131,30 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 def window_view(batch: ForwardBatch) -> ForwardBatch:
     """Return the batch as sliding-window layers see it.
 
-    Tokens before the first window page are left out. Shares tensors and has no plan. It has only
-    the fields that attention reads, because it is made at every step.
+    Tokens before the first window page are left out: each field has the value that it declares as
+    `in_window`. Shares tensors and has no plan.
     """
     assert batch.window_seq_lens is not None and batch.window_positions is not None
-    lengths, on_host = batch.extend_seq_lens, batch.extend_seq_lens_cpu
-    seq_lens, seq_lens_cpu = batch.window_seq_lens, batch.window_seq_lens_cpu
-    return ForwardBatch(
-        forward_mode=batch.forward_mode,
-        batch_size=batch.batch_size,
-        num_tokens=batch.num_tokens,
-        req_pool_indices=batch.req_pool_indices,
-        seq_lens=seq_lens,
-        extend_prefix_lens=None if lengths is None else seq_lens - lengths,
-        extend_seq_lens=lengths,
-        extend_start_loc=batch.extend_start_loc,
-        positions=batch.window_positions,
-        out_cache_loc=batch.window_cache_loc,
-        num_token_non_padded=batch.num_token_non_padded,
-        seq_lens_cpu=seq_lens_cpu,
-        extend_prefix_lens_cpu=None if on_host is None or seq_lens_cpu is None else seq_lens_cpu - on_host,
-        extend_seq_lens_cpu=on_host,
-    )
+    return _view_maker(type(batch))(batch)
+
+
+@cache
+def _view_maker(batch_type: type[ForwardBatch]) -> Callable[[ForwardBatch], ForwardBatch]:
+    """Return the function that makes the view of a batch of this type. It is generated and compiled
+    like the methods of a dataclass, because a view is made at every step.
+    """
+    declared = specs(batch_type)
+    only_here = {spec.in_window for spec in declared}
+    functions = {spec.name: spec.in_window for spec in declared if callable(spec.in_window)}
+    values = list[str]()
+    for spec in declared:
+        if spec.split is Split.FRESH or spec.name in only_here:
+            continue
+        called = f"functions[{spec.name!r}](batch)"
+        values.append(f"{spec.name}={called if spec.name in functions else f'batch.{spec.in_window or spec.name}'}")
+    scope: dict[str, Any] = {"batch_type": batch_type, "functions": functions}
+    exec(f"def view(batch):\n return batch_type({', '.join(values)})", scope)
+    return scope["view"]
 
 
 def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.plan import StepPlan
-from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.device.worker import BatchResult, ModelWorker, Ticket
 from sglcore.schedule.data_parallel.dp_draft_length import AgreedLength
 from sglcore.schedule.data_parallel.dp_plan import agree, vote_of
 from sglcore.schedule.data_parallel.dp_ranks import Shards
@@ -106,7 +106,7 @@ class ShardLoop:
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         scheduler = self.scheduler.each[plan.shard]
         if batch is None:
-            idle = idle_batch(-next(self._idle_steps), plan, self.worker.limits)
+            idle = idle_batch(-next(self._idle_steps), plan)
             return Sent(number, scheduler, None, self.worker.submit(idle))
         with overlap_forward_isolation(batch) as view:
             view.step_plan = plan
@@ -168,18 +168,14 @@ class ShardLoop:
         return unsent
 
 
-def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
-    """Return the batch of an idle shard, without rows: step number `step`, with this plan and the
-    fields that a worker with these limits reads.
+def idle_batch(step: int, plan: StepPlan) -> ScheduleBatch:
+    """Return the batch of an idle shard, without rows: step number `step`, with this plan. It has
+    only what every batch must have; the worker makes the other fields empty.
     """
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     rows: dict[str, Any] = {
         name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")
     }
     offsets: dict[str, Any] = {"token_offsets": start, "new_page_offsets": start.copy()}
-    if limits.num_window_pages:
-        rows["window_starts"] = none.copy()
-    if limits.reads_history:
-        rows |= {"ngram_starts": none.copy(), "ngram_lens": none.copy()}
     emits = np.zeros(0, np.bool_)
     return ScheduleBatch(step, ForwardMode.IDLE, **rows, **offsets, emits=emits, step_plan=plan)

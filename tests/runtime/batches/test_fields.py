@@ -19,6 +19,7 @@ from sglcore.runtime.torch_fields import retained
 from sglcore.step.batch_field import (
     Axis,
     Fill,
+    Moved,
     Split,
     batch_field,
     fill_once,
@@ -44,7 +45,7 @@ class Outer:
     """A field of every kind, each with a tensor in it."""
 
     tokens: Tensor | None = batch_field(axis=Axis.TOKENS, dtype="int32", padding=zero(), owner="test")
-    requests: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP, owner="test")
+    requests: Tensor | None = batch_field(axis=Axis.REQUESTS, moved=Moved(), owner="test")
     dropped: Tensor | None = batch_field(axis=Axis.NONE, split=Split.DROP, owner="test")
     counted: Tensor | None = batch_field(axis=Axis.NONE, split=Split.COUNT, dtype="int32", padding=keep(), owner="test")
     copied: Tensor | None = batch_field(axis=Axis.NONE, split=Split.COPY, owner="test")
@@ -125,7 +126,7 @@ def test_retention_reaches_every_tensor_of_a_full_batch() -> None:
     batch = ForwardBatch()
     records = ("spec_info", "ngram_embedding_info", "sampling", "plan_record")
     for spec in specs(ForwardBatch):
-        if spec.name not in records and spec.split is not Split.COPY and spec.split is not Split.CLIP:
+        if spec.name not in records and spec.split not in (Split.COPY, Split.CLIP, Split.SIZE):
             setattr(batch, spec.name, torch.zeros(1))
     batch.spec_info, batch.ngram_embedding_info = Inner(torch.zeros(1)), NgramEmbeddingInfo(torch.zeros(1))
     batch.seq_lens, batch.extend_seq_lens = torch.zeros(1), torch.zeros(1)

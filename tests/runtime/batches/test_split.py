@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode
-from sglcore.runtime.batch_split import SplitRefusedError, check_declarations, filter_batch, refusal
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
+from sglcore.runtime.batch_split import SplitRefusedError, filter_batch, refusal
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.step.batch_field import Axis, Split, When, batch_field, specs
+from sglcore.step.batch_field import Axis, Split, When, batch_field, batch_record, specs
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, ints, random_tokens
 from tests.runtime.windows import WindowDesk, make_windowed
@@ -362,15 +362,27 @@ def test_a_child_that_keeps_a_whole_field_is_caught() -> None:
 
 
 def test_a_clipped_field_that_nobody_knows_to_clip_fails_when_it_is_declared() -> None:
-    @dataclass(slots=True)
-    class New(ForwardBatch):
-        fresh_lens: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP, owner="test")
+    with pytest.raises(TypeError, match=r"clipped must declare moved=Moved\(\.\.\.\), or mirror="):
+        batch_field(axis=Axis.REQUESTS, split=Split.CLIP, owner="test")
 
-    with pytest.raises(
-        TypeError, match=r"New\.fresh_lens is clipped, and no rule in LENGTHS or SIZES defines a child's part"
-    ):
-        check_declarations(New)
-    check_declarations(ForwardBatch)
+
+def test_a_clipped_mirror_of_a_field_that_does_not_move_fails_when_it_is_declared() -> None:
+    with pytest.raises(TypeError, match=r"New\.ids_cpu is clipped and mirrors input_ids, which does not declare moved"):
+
+        @batch_record(ScheduleBatch)
+        class New(ForwardBatch):
+            ids_cpu: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP, mirror="input_ids")
+
+
+def test_a_size_without_a_formula_is_refused() -> None:
+    @batch_record(ScheduleBatch)
+    class New(ForwardBatch):
+        fresh_size: int | None = batch_field(axis=Axis.NONE, split=Split.SIZE, owner="test")
+
+    batch: Any = New
+    batch = batch(batch_size=2, num_tokens=2, seq_lens_cpu=np.ones(2, np.int32), fresh_size=2)
+    with pytest.raises(TypeError, match="fresh_size is declared as Split.SIZE"):
+        filter_batch(batch, 0, 1)
 
 
 def test_rows_of_a_request_that_verifies_proposals_stay_together() -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.kv_rows import INDEX_KEYS
+from sglcore.step.batch_field import Axis, FieldSpec, Split, specs
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -109,24 +109,43 @@ def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[Forw
     longer.
 
     The first result is one batch with the rows of all steps, the second a batch for each step. They
-    share tensors. Cache locations are None; requests must have their pages already.
+    share tensors. Fields that declare `grows` grow, the others that the host reads stay. Token ids,
+    cache locations and other values that the device makes are None; requests must have their pages
+    already.
     """
     assert view.extend_seq_lens is None
-    values = {name: value for name in _ADVANCING if (value := getattr(view, name)) is not None}
-    steps = torch.arange(count, dtype=torch.int32, device=view.seq_lens.device).unsqueeze(1)
-    further = {name: value + steps for name, value in values.items()}
-    lengths = view.seq_lens_cpu
-    if lengths is not None:
-        further["seq_lens_cpu"] = lengths + np.arange(count, dtype=np.int32)[:, None]
-    further["req_pool_indices"] = view.req_pool_indices.expand(count, view.batch_size)
-    made = partial(replace, view, out_cache_loc=None, window_cache_loc=None, plan_record=None)
+    steps, on_host = torch.arange(count, dtype=torch.int32, device=view.seq_lens.device), np.arange(count)
+    whole: dict[str, Any] = {}
+    apart: list[dict[str, Any]] = [{} for _ in range(count)]
+    for spec in specs(type(view)):
+        value = getattr(view, spec.name)
+        if spec.split is Split.FRESH or value is None or (spec.axis is not Axis.NONE and not _stays(spec)):
+            continue
+        if spec.axis is Axis.NONE:
+            for made in (whole, *apart):
+                made[spec.name] = value
+            continue
+        every = _of_steps(spec, value, steps if isinstance(value, Tensor) else on_host)
+        whole[spec.name] = every.reshape(*every.shape[: spec.dim], -1)
+        for step, made in enumerate(apart):
+            made[spec.name] = every[(*(slice(None),) * spec.dim, step)]
     rows = count * view.batch_size
-    whole = made(batch_size=rows, num_tokens=rows, **{name: each.reshape(-1) for name, each in further.items()})
-    return whole, [made(**{name: each[step] for name, each in further.items()}) for step in range(count)]
+    return replace(type(view)(**whole), batch_size=rows, num_tokens=rows), [type(view)(**made) for made in apart]
 
 
-_ADVANCING = ("seq_lens", "positions", "window_seq_lens", "window_positions")
-"""The fields that grow by one with each token."""
+def _stays(spec: FieldSpec) -> bool:
+    """Whether later steps have the field: the host reads it, and nothing else makes it."""
+    return spec.is_read and not spec.owner
+
+
+def _of_steps(spec: FieldSpec, value: Any, steps: Any) -> Any:
+    """Return the values [..., B] of a field for each of n steps, [..., n, B]; a view if they are
+    the same.
+    """
+    rows, shape = value[..., None, :], (*value.shape[:-1], len(steps), value.shape[-1])
+    if isinstance(value, Tensor):
+        return rows + steps[:, None] if spec.grows else rows.expand(shape)
+    return (rows + steps[:, None]).astype(value.dtype) if spec.grows else np.broadcast_to(rows, shape)
 
 
 @dataclass(frozen=True, slots=True)
