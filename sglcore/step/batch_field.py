@@ -182,8 +182,6 @@ class FieldSpec:
     moved: Moved | None = None
     """How the field's numbers change in a part of the batch (CLIP); None for a mirror, which
     changes as the field that it mirrors."""
-    grows: bool = False
-    """The entry of a request's next token is larger by one."""
     in_window: str | Callable[[Any], Any] = ""
     """The value of the field in the batch that sliding-window layers see: the field of this name,
     or a function of the batch. Empty: the same value."""
@@ -223,7 +221,6 @@ def batch_field(
     lead: tuple[int, ...] = (),
     wide: Wide = Wide.REPEAT,
     moved: Moved | None = None,
-    grows: bool = False,
     in_window: str | Callable[[Any], Any] = "",
     default: Any = None,
 ) -> Any:
@@ -266,7 +263,6 @@ def batch_field(
         lead=lead,
         wide=wide,
         moved=moved,
-        grows=grows,
         in_window=in_window,
     )
     return dataclasses.field(default=default, metadata={"spec": spec})
@@ -319,7 +315,7 @@ def specs(batch_type: type) -> tuple[FieldSpec, ...]:
 
 def _like_mirrored(spec: FieldSpec, mirrored: FieldSpec | None) -> FieldSpec:
     """Return the declaration of a mirror with the changes of the field that it mirrors."""
-    return spec if mirrored is None else replace(spec, moved=mirrored.moved, grows=mirrored.grows)
+    return spec if mirrored is None else replace(spec, moved=mirrored.moved)
 
 
 @cache

@@ -135,7 +135,6 @@ class ForwardInputs(Generic[Array]):
         padding=sentinel(1),
         read=_seq_lens,
         wide=PLACED,
-        grows=True,
         in_window="window_seq_lens",
     )
     """int32[B]: number of tokens of each request after this forward."""
@@ -201,7 +200,6 @@ class ForwardInputs(Generic[Array]):
         padding=zero(),
         read=_positions,
         wide=PLACED,
-        grows=True,
         in_window="window_positions",
     )
     """int32[T]: each token's position in its text."""
@@ -217,13 +215,12 @@ class ForwardInputs(Generic[Array]):
         read=_window_seq_lens,
         when=WINDOWS,
         wide=PLACED,
-        grows=True,
     )
     """int32[B]: `seq_lens` as sliding-window layers see it, counted from
     `ScheduleBatch.window_starts`. None: the worker has no sliding-window pages. The same holds for
     `window_positions` and `window_cache_loc`."""
     window_positions: Array | None = batch_field(
-        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS, wide=PLACED, grows=True
+        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS, wide=PLACED
     )
     """int32[T]: `positions`, counted from the same starts."""
     window_cache_loc: Array | None = batch_field(

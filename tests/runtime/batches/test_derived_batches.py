@@ -1,18 +1,16 @@
 """A field that is declared in one line in each of the two batches reaches the batches that are
-derived from others: of idle shards, of sliding-window layers, of later steps."""
+derived from others: of idle shards, and of sliding-window layers."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.plan import StepPlan
-from sglcore.runtime.attention.sparse.token_queries import later_steps
 from sglcore.runtime.attention.windowed import window_view
 from sglcore.schedule.data_parallel.dp_loop import idle_batch
 from sglcore.step.batch_field import Axis, When, batch_field, batch_record, specs, zero
@@ -39,7 +37,7 @@ class WindowedBatch(WiderBatch):
 
     window_marks: Tensor = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=zero(), read="marks")
     marks: Tensor = batch_field(
-        axis=Axis.REQUESTS, dtype="int32", padding=zero(), read="marks", grows=True, in_window="window_marks"
+        axis=Axis.REQUESTS, dtype="int32", padding=zero(), read="marks", in_window="window_marks"
     )
 
 
@@ -66,20 +64,3 @@ def test_sliding_window_layers_see_every_field() -> None:
         elif not callable(spec.in_window):
             assert getattr(view, spec.name) is getattr(batch, spec.in_window or spec.name), spec.name
     assert type(view) is WindowedBatch
-
-
-def test_later_steps_have_every_field_of_the_host() -> None:
-    whole, steps = later_steps(windowed_batch(), 3)
-    assert (whole.batch_size, whole.num_tokens, [each.batch_size for each in steps]) == (6, 6, [2, 2, 2])
-    for name, first in (("seq_lens", 10), ("positions", 11), ("window_seq_lens", 12), ("marks", 14)):
-        assert getattr(whole, name).tolist() == [first + k + own for k in range(3) for own in (0, 9)], name
-    for name in ("seq_lens_cpu", "window_seq_lens_cpu"):
-        assert [getattr(each, name).tolist() for each in steps] == [
-            (getattr(steps[0], name) + k).tolist() for k in range(3)
-        ]
-        assert getattr(whole, name).dtype == np.int32
-    made: Any = whole
-    assert made.weights.tolist() == [0.5, 1.5] * 3 and made.window_marks.tolist() == [15, 24] * 3
-    assert [cast("Any", each).weights.tolist() for each in steps] == [[0.5, 1.5]] * 3
-    assert whole.req_pool_indices.tolist() == [1, 2] * 3
-    assert whole.out_cache_loc is None and whole.input_ids is None and whole.width == 1

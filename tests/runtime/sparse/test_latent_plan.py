@@ -4,7 +4,6 @@ selection computed in parts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, LatentPlan
-from sglcore.runtime.forward_batch import ForwardBatch
 from tests.checkpoints import oracle_logprobs, save
 from tests.latent import deepseek_v32
 from tests.models.steps import CONTEXT, Steps, load
@@ -53,23 +51,6 @@ def test_a_captured_plan_becomes_a_batchs_where_it_stands(steps: Steps) -> None:
         assert same(plan, backend.plan(batch))
     assert plan.tokens.most >= CONTEXT
     assert (plan.tokens.slots.data_ptr(), plan.tokens.lens.data_ptr()) == where
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_plans_of_several_steps_are_those_of_each(steps: Steps, count: int) -> None:
-    backend, view = backend_of(steps), steps.staged({1: [7], 3: [7]}, ForwardMode.DECODE)
-    plans = backend.plan_steps(view, count)
-    assert len(plans) == count
-    for step, plan in enumerate(plans):
-        assert same(plan, backend.plan(advanced(view, step)))
-    assert plans[-1].tokens.lens.tolist() == [LENGTHS[1] + count, LENGTHS[3] + count]
-
-
-def advanced(view: ForwardBatch, step: int) -> ForwardBatch:
-    """The batch `step` tokens later."""
-    assert view.seq_lens_cpu is not None
-    lens = {"seq_lens": view.seq_lens + step, "seq_lens_cpu": view.seq_lens_cpu + step}
-    return replace(view, positions=view.positions + step, **lens)
 
 
 def test_a_forward_writes_all_that_a_token_keeps(steps: Steps) -> None:

@@ -3,14 +3,12 @@ do not change the results."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.sparse import token_queries as sparse_tokens
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
@@ -18,7 +16,6 @@ from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.graphs.shadow_mode import Shadow
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.pools import ReqToTokenPool
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, desk_of, make_sparse
 from tests.runtime.test_windows import script
 from tests.runtime.tiny import CONTEXT, SHARED, STAGED, Site, assert_close, random_tokens
@@ -162,54 +159,6 @@ def test_a_plan_that_is_refreshed_is_that_which_would_be_made_and_stays_where_it
         assert_same(captured, backend.plan(batch), size)
         assert all((completed.writes[size:] == 0).all() for completed in captured.completed.values())
     assert {name: value.data_ptr() for name, value in parts(captured).items()} == addresses
-
-
-def after(view: ForwardBatch, step: int, pool: ReqToTokenPool, windows: ReqToTokenPool | None) -> ForwardBatch:
-    """The decode batch `step` tokens later for each request; its KV cells come from the tables as
-    they are."""
-
-    def cells(table: ReqToTokenPool, positions: list[int]) -> Tensor:
-        slots, size = view.req_pool_indices.tolist(), table.page_size
-        pages = [int(table.page_table[slot, place // size]) for slot, place in zip(slots, positions, strict=True)]
-        found = [page * size + place % size for page, place in zip(pages, positions, strict=True)]
-        return torch.tensor(found, dtype=torch.int32)
-
-    positions = view.positions + step
-    changes: dict[str, Any] = {"seq_lens": view.seq_lens + step, "positions": positions, "plan_record": None}
-    changes["out_cache_loc"] = cells(pool, positions.tolist())
-    assert view.seq_lens_cpu is not None
-    changes["seq_lens_cpu"] = view.seq_lens_cpu + step
-    if windows is not None:
-        assert view.window_positions is not None and view.window_seq_lens is not None
-        places = view.window_positions + step
-        changes |= {"window_positions": places, "window_seq_lens": view.window_seq_lens + step}
-        changes["window_cache_loc"] = cells(windows, places.tolist())
-    return replace(view, **changes)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("own_pages", [0, 24])
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_plans_of_several_steps_are_those_of_each(own_pages: int, count: int) -> None:
-    site = make_sparse(own_pages=own_pages)
-    desk, backend = running(site, {1: 9, 2: 13, 3: 3}), site.attention
-    assert isinstance(backend, DeepseekV4AttnBackend)
-    # Reserve the pages of the steps that are planned ahead.
-    ahead = site.runner.init_batch(desk.batch({slot: [1] * count for slot in (1, 2, 3)}, ForwardMode.EXTEND))
-    assert ahead.extend_prefix_lens is not None
-    before = ahead.extend_prefix_lens.clone()
-    view = site.runner.init_batch(desk.decode(1, 2, 3))
-    back = {"seq_lens": before + 1, "positions": before}
-    if own_pages:
-        assert view.window_seq_lens is not None
-        starts = view.seq_lens - view.window_seq_lens
-        back |= {"window_seq_lens": before + 1 - starts, "window_positions": before - starts}
-    view = replace(view, **back, seq_lens_cpu=(before + 1).numpy())
-    plans = backend.plan_steps(view, count)
-    assert len(plans) == count
-    for step, plan in enumerate(plans):
-        later = after(view, step, backend.req_to_token_pool, backend.token_to_kv_pool.window_table)
-        assert_same(plan, backend.plan(later), 3)
 
 
 @torch.inference_mode()

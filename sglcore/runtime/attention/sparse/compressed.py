@@ -24,7 +24,6 @@ from sglcore.runtime.attention.sparse.token_queries import (
     TokenRows,
     choose_rows,
     joined,
-    later_steps,
 )
 from sglcore.runtime.memory.deepseek_v4_rows import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.kv_rows import INDEX_KEYS, ROWS, KeptRows, Place
@@ -135,21 +134,6 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         self._fill_lists(plan, batch)
         self._complete(plan, batch)
 
-    def plan_steps(self, view: ForwardBatch, count: int) -> tuple[CompressedPlan, ...]:
-        """Plan `count` decode steps together and return a plan for each: `view` and the steps after
-        it, each one token longer.
-        """
-        (whole, steps), pool = later_steps(view, count), self.token_to_kv_pool
-        tokens, (table, positions) = TokenRows.of(whole, self.req_to_token_pool.max_tokens), self._windows(whole)
-        out = torch.empty_like(tokens.slots)
-        self.kernels.cache_locations(table, tokens.slots, positions, pool.page_size, out)
-        made = self._empty(tokens, {kept.ratio: 0 for kept in pool.states}, out)
-        self._fill_lists(made, whole)
-        plans = tuple(self._step(made, place, count) for place in range(count))
-        for plan, batch in zip(plans, steps, strict=True):
-            self._complete(plan, batch)
-        return plans
-
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         """Choose for each token the `top_k` complete blocks that an indexer scores highest; sets
         the plan's `chosen`.
@@ -200,15 +184,11 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             ratio: torch.empty(size, tokens.most // ratio, dtype=torch.int32, device=device)
             for ratio in pool.listed_ratios
         }
-        completed = self._empty_completed(counts, size)
-        return CompressedPlan(self, self.generation, tokens, window, window_out, blocks, completed)
-
-    def _empty_completed(self, counts: Mapping[int, int], num_tokens: int) -> dict[tuple[int, int], Completed]:
-        device = self.req_to_token_pool.page_table.device
-        return {
-            (kept.ratio, kept.span): Completed.empty(counts[kept.ratio], kept.span, num_tokens, device)
-            for kept in self.token_to_kv_pool.states
+        completed = {
+            (kept.ratio, kept.span): Completed.empty(counts[kept.ratio], kept.span, size, device)
+            for kept in pool.states
         }
+        return CompressedPlan(self, self.generation, tokens, window, window_out, blocks, completed)
 
     def _windows(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return the page table int32 [S, P] by which window rows are found, and the tokens'
@@ -230,17 +210,6 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         rows = RequestRows.of(batch)
         for kept in self.token_to_kv_pool.states:
             self._fill_completed(plan.completed[kept.ratio, kept.span], kept, rows, plan.tokens.slots, batch)
-
-    def _step(self, whole: CompressedPlan, place: int, count: int) -> CompressedPlan:
-        """Return the plan of step `place` of `count` planned together: views of `whole`, and zeros
-        for the completed blocks, which `_complete` fills.
-        """
-        size = len(whole.window) // count
-        rows = slice(place * size, (place + 1) * size)
-        blocks = {ratio: found[rows] for ratio, found in whole.blocks.items()}
-        completed = self._empty_completed({kept.ratio: size for kept in self.token_to_kv_pool.states}, size)
-        lists = whole.window[rows], whole.window_out[rows], blocks
-        return CompressedPlan(self, self.generation, whole.tokens.part(place, count), *lists, completed)
 
     def _fill_completed(
         self, out: Completed, kept: KeptRows, rows: RequestRows, slots: Tensor, batch: ForwardBatch

@@ -14,7 +14,7 @@ from torch import Tensor
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.host_rows import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
-from sglcore.runtime.attention.sparse.token_queries import Paged, TokenRows, choose_rows, joined, later_steps
+from sglcore.runtime.attention.sparse.token_queries import Paged, TokenRows, choose_rows, joined
 from sglcore.runtime.memory.kv_rows import INDEX_KEYS, ROWS, RowPool
 
 if TYPE_CHECKING:
@@ -71,13 +71,6 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
         """Implements `AttentionBackend.refresh`: update the tokens in place."""
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
-
-    def plan_steps(self, view: ForwardBatch, count: int) -> tuple[LatentPlan, ...]:
-        """Plan `count` decode steps together and return a plan for each: `view` and the steps after
-        it, each one token longer.
-        """
-        tokens = TokenRows.of(later_steps(view, count)[0], self.req_to_token_pool.max_tokens)
-        return tuple(LatentPlan(self, self.generation, tokens.part(step, count)) for step in range(count))
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         """Choose the `top_k` rows that an indexer scores highest.

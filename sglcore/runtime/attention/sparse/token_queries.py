@@ -6,16 +6,14 @@ Computed on the device. Host lengths, if known, only determine the size of tenso
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.kv_rows import INDEX_KEYS
-from sglcore.step.batch_field import Axis, FieldSpec, Split, specs
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -68,12 +66,6 @@ class TokenRows:
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)
 
-    def part(self, place: int, count: int) -> TokenRows:
-        """Return a view of the tokens of part number `place`, from 0, of `count` equal parts."""
-        size = len(self.slots) // count
-        rows = slice(place * size, (place + 1) * size)
-        return TokenRows(self.slots[rows], self.lens[rows], self.most)
-
 
 class RequestRows(NamedTuple):
     """A batch by request, int32 [B] each, as the kernel table's `compress_plan` takes it.
@@ -102,50 +94,6 @@ class RequestRows(NamedTuple):
         lengths = (owners > 0).sum(1, dtype=torch.int32)
         starts = torch.arange(0, rows, width, dtype=torch.int32, device=owners.device)
         return cls(owners[:, 0].contiguous(), batch.seq_lens[:rows:width] + lengths - 1, lengths, starts)
-
-
-def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
-    """Return `count` decode steps: the decode batch `view`, and the steps after it, each one token
-    longer.
-
-    The first result is one batch with the rows of all steps, the second a batch for each step. They
-    share tensors. Fields that declare `grows` grow, the others that the host reads stay. Token ids,
-    cache locations and other values that the device makes are None; requests must have their pages
-    already.
-    """
-    assert view.extend_seq_lens is None
-    steps, on_host = torch.arange(count, dtype=torch.int32, device=view.seq_lens.device), np.arange(count)
-    whole: dict[str, Any] = {}
-    apart: list[dict[str, Any]] = [{} for _ in range(count)]
-    for spec in specs(type(view)):
-        value = getattr(view, spec.name)
-        if spec.split is Split.FRESH or value is None or (spec.axis is not Axis.NONE and not _stays(spec)):
-            continue
-        if spec.axis is Axis.NONE:
-            for made in (whole, *apart):
-                made[spec.name] = value
-            continue
-        every = _of_steps(spec, value, steps if isinstance(value, Tensor) else on_host)
-        whole[spec.name] = every.reshape(*every.shape[: spec.dim], -1)
-        for step, made in enumerate(apart):
-            made[spec.name] = every[(*(slice(None),) * spec.dim, step)]
-    rows = count * view.batch_size
-    return replace(type(view)(**whole), batch_size=rows, num_tokens=rows), [type(view)(**made) for made in apart]
-
-
-def _stays(spec: FieldSpec) -> bool:
-    """Whether later steps have the field: the host reads it, and nothing else makes it."""
-    return spec.is_read and not spec.owner
-
-
-def _of_steps(spec: FieldSpec, value: Any, steps: Any) -> Any:
-    """Return the values [..., B] of a field for each of n steps, [..., n, B]; a view if they are
-    the same.
-    """
-    rows, shape = value[..., None, :], (*value.shape[:-1], len(steps), value.shape[-1])
-    if isinstance(value, Tensor):
-        return rows + steps[:, None] if spec.grows else rows.expand(shape)
-    return (rows + steps[:, None]).astype(value.dtype) if spec.grows else np.broadcast_to(rows, shape)
 
 
 @dataclass(frozen=True, slots=True)
