@@ -26,7 +26,8 @@ class SharedEmbedding:
         self._group = group
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Ids int [T] to rows [T, size], on every rank. All ranks must call it with the same ids.
+        """Ids int [T] to rows [T, size], on every rank. All ranks must call it with the same
+        ids.
         """
         places = ids - self._first
         elsewhere = (places < 0) | (places >= self._rows)

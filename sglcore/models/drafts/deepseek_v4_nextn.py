@@ -47,7 +47,8 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
         return super().own_name(f"layers.0.{part}" if is_layer else part)
 
     def __call__(self, batch: Batch) -> Array:
-        """Return the draft's own features [T, n * H], all n streams, from which drafting continues.
+        """Return the draft's own features [T, n * H], all n streams, from which drafting
+        continues.
         """
         return self.run_layers(self.join(batch), 0, len(self.layers)).hidden.flatten(1)
 

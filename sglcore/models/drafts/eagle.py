@@ -85,7 +85,8 @@ def is_eagle(names: Collection[str]) -> bool:
 
 
 def eagle_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `EagleForCausalLM` needs in addition to the configuration: `fc_bias`.
+    """Return the words that `EagleForCausalLM` needs in addition to the configuration:
+    `fc_bias`.
     """
     return {"fc_bias": "fc.bias" in shapes}
 

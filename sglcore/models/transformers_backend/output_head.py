@@ -55,7 +55,8 @@ class PackedHead(nn.Module):
 
 @dataclass(slots=True)
 class Ends:
-    """The replacements of a model's embedding and output layer; None: the class's own layer stays.
+    """The replacements of a model's embedding and output layer; None: the class's own layer
+    stays.
     """
 
     embedding: Rows | None = None

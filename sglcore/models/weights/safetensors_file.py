@@ -70,7 +70,8 @@ class SafetensorsFile:
             part.copy_(whole)
 
     def _fill(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
-        """Fill a contiguous tensor from the file's current position, in pieces; casts to its dtype.
+        """Fill a contiguous tensor from the file's current position, in pieces; casts to its
+        dtype.
         """
         dtype = READABLE[entry.dtype]
         is_direct = target.is_cpu and target.dtype == dtype

@@ -189,7 +189,8 @@ class PartSource:
         return self.source.form
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill `target`, a tensor of the part's shape, cast to its dtype; reads the whole tensor.
+        """Fill `target`, a tensor of the part's shape, cast to its dtype; reads the whole
+        tensor.
         """
         if self.form is not None:
             fill(self.stored(report), target)
@@ -199,8 +200,7 @@ class PartSource:
         self.cut.copy(whole, target)
 
     def stored(self, report: CountBytes) -> Stored:
-        """Read the stored weight to the host and return the part of it. Only if `form` is not None.
-        """
+        """Read the stored weight to the host and return the part of it. Only if `form` is not None."""
         return CutWeight(self.source.stored(report), self.cut, (self.part[0], self.part[1]))
 
 
