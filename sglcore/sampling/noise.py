@@ -158,7 +158,7 @@ def mix64(x: int) -> int:
 
 
 def fixed_scale(temperature: float) -> np.float32:
-    """Return the multiplier that converts a logit gap to 2**-16 nat at this temperature (above 0)."""
+    """Return the multiplier that converts a logit gap to 2**-16 nat at this temperature (> 0)."""
     return np.float32(ONE / temperature)
 
 

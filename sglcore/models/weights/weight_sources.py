@@ -200,7 +200,9 @@ class PartSource:
         self.cut.copy(whole, target)
 
     def stored(self, report: CountBytes) -> Stored:
-        """Read the stored weight to the host and return the part of it. Only if `form` is not None."""
+        """Read the stored weight to the host and return the part of it. Only if `form` is not
+        None.
+        """
         return CutWeight(self.source.stored(report), self.cut, (self.part[0], self.part[1]))
 
 
