@@ -190,9 +190,9 @@ def hash_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.moe`, for `tokens` rows drawn from `drawn`. Rows
-    without an expert hold NaN. `strided` has no effect on them."""
+    without an expert hold NaN. `strided`: rows are slices of wider rows."""
     for experts, k in ((5, 2), (4, 1)):
-        hidden, weights = drawn.rows(tokens, WIDTH, strided).clone(), drawn.values(tokens, k).abs()
+        hidden, weights = drawn.rows(tokens, WIDTH, strided), drawn.values(tokens, k).abs()
         chosen = [drawn.permutation(experts)[:k] for _ in range(tokens)]
         ids = torch.stack(chosen) if chosen else drawn.ints(0, experts, 0, k, dtype=torch.int64)
         if tokens > 2:
@@ -202,15 +202,14 @@ def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def relu2_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.relu2_moe`, for `tokens` rows drawn from `drawn`:
-    as `moe`, without gates. `strided` has no effect on them."""
+    as `moe`, without gates."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         yield hidden, weights, ids, w13[:, :32].contiguous(), w2
 
 
 def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.clamped_moe`, for `tokens` rows drawn from `drawn`:
-    as `moe`, with biases, and with a limit that many values exceed. `strided` has no effect on
-    them."""
+    as `moe`, with biases, and with a limit that many values exceed."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         b13, b2 = drawn.values(*w13.shape[:2]), drawn.values(*w2.shape[:2])
         yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
@@ -218,16 +217,17 @@ def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def limited_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.limited_moe`, for `tokens` rows drawn from `drawn`:
-    as `moe`, with a limit that many values exceed. `strided` has no effect on them."""
+    as `moe`, with a limit that many values exceed."""
     yield *next(moe(drawn, tokens, strided)), 0.7
 
 
 def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.mxfp4_moe`, for `tokens` rows drawn from `drawn`:
-    as `clamped_moe`, of random codes with small exponents, in rows of whole groups of 32. `strided`
-    has no effect on them."""
-    for narrow, weights, ids, *_ in moe(drawn, tokens, strided):
-        hidden = torch.cat((narrow, narrow[:, :16]), dim=1)
+    as `clamped_moe`, of random codes with small exponents, in rows of whole groups of 32.
+    `strided`: rows are slices of wider rows."""
+    for narrow, weights, ids, *_ in moe(drawn, tokens, strided=False):
+        hidden = drawn.rows(tokens, 64, strided)
+        hidden[narrow.isnan().any(-1)] = float("nan")
         packed: list[torch.Tensor] = []
         for columns in (64, 32):
             packed.append(drawn.ints(0, 256, 5, 64, columns // 32, 16, dtype=torch.uint8))
@@ -289,7 +289,7 @@ _REQUESTS: tuple[Mapping[str, Any], ...] = (
 
 def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.draw`, for `tokens` rows drawn from `drawn`: every
-    kind of request in one batch. `strided` has no effect on them."""
+    kind of request in one batch. `strided`: logits are slices of wider rows."""
     asked = [(SamplingParams(**_REQUESTS[row % len(_REQUESTS)]), 7 * row + 1) for row in range(tokens)]
     rows, places = SamplingBatch.from_params(asked), drawn.ints(1, 99, tokens)
     state, tables = Built(lambda device: make_state(rows, places.to(device))), Built(partial(make_race_tables, VOCAB))
@@ -299,8 +299,8 @@ def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.greedy`, for `tokens` rows drawn from `drawn`:
-    ties, and rows from which no token can be drawn. `strided` has no effect on them."""
-    logits = drawn.rows(tokens, VOCAB, strided) * 4
+    ties, and rows from which no token can be drawn. `strided`: logits are slices of wider rows."""
+    logits = drawn.rows(tokens, VOCAB, strided).mul_(4)
     if tokens > 3:
         logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
     yield (logits,)
