@@ -118,7 +118,7 @@ def refusal(content: bytes) -> str:
 
 def served_model(where: Address) -> str:
     """Return the name of the first model that the server lists; waits. Raises ServerError if it
-    lists none or cannot be reached."""
+    lists none, and as `get_json` does."""
     listed = get_json(where, "/v1/models")
     models = listed.get("data") if isinstance(listed, dict) else None
     names = [each["id"] for each in models or () if isinstance(each, dict) and "id" in each]

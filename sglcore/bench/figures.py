@@ -111,8 +111,8 @@ class Figures:
 
 
 def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None) -> Figures:
-    """Return the results of a load from the records of all its requests; with no records, all
-    numbers are 0.
+    """Return the results of a load from the records of all its requests. With no records, all
+    numbers are 0, and there are no latencies.
 
     `goals` are upper limits in milliseconds, by the names in LATENCIES except "itl"; None or empty:
     no goodput.

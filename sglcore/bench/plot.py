@@ -39,8 +39,8 @@ def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str)
     existing file is replaced.
 
     There are two more panels if there were draft tokens, and one more if there were long prompts.
-    `records` are those of all requests, and `found` is the result of `figures` for them. Needs
-    matplotlib.
+    `records` are those of all requests, and `found` is the result of `figures` for them, which the
+    head line shows after `title`. Needs matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -90,7 +90,8 @@ class GgufArchitecture(NamedTuple):
 def _gemma(layers: int) -> Callable[[GgufHeader, Mapping[str, Any]], Mapping[str, Any]]:
     """Return a function `more` for the query scale, `query_pre_attn_scalar`, which no metadata has:
     the head size, but hidden size / query heads for the largest model, which has `layers` layers.
-    It gives files without a window the early files' 4096."""
+    That function also gives files without a window the early files' 4096.
+    """
 
     def more(header: GgufHeader, config: Mapping[str, Any]) -> Mapping[str, Any]:
         mean = config["hidden_size"] // config["num_attention_heads"]

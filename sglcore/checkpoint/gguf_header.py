@@ -241,7 +241,7 @@ class _Reader:
 
     def _texts(self, count: int) -> list[str]:
         """Read `count` texts one after another; or, unless the reader keeps texts, skip them and
-        return an empty list.
+        return an empty list. Raises `struct.error` if the data end before.
         """
         data, at, length, found = self._data, self._at, struct.Struct("<Q").unpack_from, list[str]()
         for _ in range(count):

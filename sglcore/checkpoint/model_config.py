@@ -335,8 +335,10 @@ def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, R
 
 def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Return the rotary embedding of one kind of layers, from `given` and the common `values`. Its
-    kind is in `rope_type` or `type`; old checkpoints call longrope "su" or "yarn". A null number
-    counts as missing."""
+    kind is in `rope_type` or `type` (none: default). With `long_factor` it is longrope, whatever
+    its name ("su" or "yarn" in old checkpoints); "mrope" becomes default. A null number counts as
+    missing.
+    """
     scaling: dict[str, Any] = {
         name: False if value is None else value for name, value in given.items() if value is not None or is_truth(name)
     }

@@ -95,7 +95,9 @@ def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: 
 
 
 def read_prompts(folder: Path) -> Prompts:
-    """Return the prompts of a checkpoint folder; empty if it names none. Raises `ConfigError`."""
+    """Return the prompts of a checkpoint folder; empty if it names none. Raises `ConfigError` for a
+    damaged file, and for a default prompt that is not among them.
+    """
     if not (folder / PROMPTS).is_file():
         return Prompts(MappingProxyType({}), None)
     found = read_json(folder / PROMPTS)

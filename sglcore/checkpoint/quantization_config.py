@@ -125,7 +125,9 @@ def _listed(targets: Any) -> Sequence[Any]:
 
 
 def _target(text: Any) -> str:
-    """Return a target; raises TypeError if it is no text, `re.error` for a bad expression."""
+    """Return `text`, a target, unchanged. Raises TypeError if it is no text, `re.error` for a bad
+    expression.
+    """
     if not isinstance(text, str):
         raise TypeError(f"the target {text!r}")
     if text.startswith("re:"):

@@ -46,7 +46,9 @@ def serve(
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a chat page at /.
+    """Serve a model (default: the embedded one) over HTTP: the APIs of OpenAI, Anthropic and
+    Ollama, and a chat page at /. On a node other than the first, hold ranks of it for the server
+    there.
 
     Each flag can be set by the environment variable in brackets; the flag takes precedence.
     """
@@ -66,7 +68,7 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
     """Return this node's placement, and the two configurations with what it changes in them.
 
     With several nodes, --ray places the nodes instead of replicas. Raises ConfigError for server
-    settings that cannot be combined with several nodes.
+    settings that cannot be combined with several nodes, and as `find_placement` does.
     """
     from sglcore.engine.ranks.rank_launch import find_placement
 

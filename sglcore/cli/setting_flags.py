@@ -142,7 +142,8 @@ def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of speculation by name, from all flags that set them, our own and those
     of other engines; {} if none was given.
 
-    Raises ConfigError for invalid JSON, and for a setting that two flags give.
+    With --draft-width above 1, NODES_FLAG sets `draft_tokens`, and the other flag for it then sets
+    `draft_depth`. Raises ConfigError for invalid JSON, and for a setting that two flags give.
     """
     given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
     if settings.get("draft_width", 1) > 1 and settings.get(_NODES) is not None:

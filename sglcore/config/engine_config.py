@@ -62,8 +62,9 @@ class EngineConfig:
     )
     nodes: int = setting(
         1,
-        "Number of hosts that run one model, each with tp / nodes devices; start this"
-        " command on each host. Must divide tp; default: 1.",
+        "Number of hosts that run one model, each with tp / nodes devices. Must divide tp;"
+        " default: 1, or as many as a launcher started. Start this command on each host, or once"
+        " if Ray starts the others (see --leader).",
         least=1,
     )
     node_rank: int | None = setting(

@@ -72,8 +72,9 @@ def words_of(defect: Callable[..., Any]) -> tuple[str, str]:
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
     """Return the order in which each step in `changes` continues with its changed result. Raises
-    PlantingError for a step that the order does not have, and when the step runs, if the change
-    fails."""
+    PlantingError for a step that the order does not have or that other steps make again (`Again`),
+    and when the step runs, if the change fails.
+    """
     missing = changes.keys() - {step.provides for step in order.steps}
     if missing:
         raise PlantingError(f"the order has no step {', '.join(sorted(missing))}")

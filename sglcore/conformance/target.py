@@ -173,8 +173,9 @@ class Target:
     def geometry(self, backend: str | None = None) -> Geometry:
         """Return sizes that a backend takes, in a dtype that the device computes in. Without a
         named backend: the preferred usable one, in float32 if a backend computes in it with these
-        sizes, because laws are strict in float32. Raises KeyError for a backend that is not in
-        `usable_attention`."""
+        sizes, because laws are strict in float32. Without usable backends: the smallest heads and
+        the facts' own page size. Raises KeyError for a backend that is not in `usable_attention`.
+        """
         classes, own = self.usable_attention(), self.facts()
         if not classes:
             return Geometry(HEAD_DIMS[0], own.page_size, _first(DTYPES, [own.dtypes]))
@@ -270,8 +271,9 @@ def _refuses(backend: Any) -> bool:
 
 
 def _first(wanted: tuple[Any, ...], allowed: Sequence[tuple[Any, ...] | None]) -> Any:
-    """Return the first wanted value that all allow; without one, the first that the first of them
-    allows."""
+    """Return the first wanted value that all allow; without one, the first value of the first
+    `allowed` that is not None. None allows any value.
+    """
     for value in wanted:
         if all(values is None or value in values for values in allowed):
             return value

@@ -26,7 +26,9 @@ class SglcoreError(Exception):
 
 
 class DeviceError(SglcoreError):
-    """No device can be chosen, or the chosen one is not the requested one."""
+    """No device can be chosen, the chosen one is not the requested one or the parent's, or a device
+    package is faulty: its API number, a reference, or its probe.
+    """
 
 
 class ConfigError(SglcoreError):
@@ -34,7 +36,10 @@ class ConfigError(SglcoreError):
 
 
 class BringUpError(SglcoreError):
-    """A bring-up order in which a step's needs cannot be met."""
+    """A bring-up order that cannot run, or an edit of one that cannot be made: a step's needs
+    cannot be met, two steps provide the same value, there is no such step, or a parameter has no
+    name.
+    """
 
 
 class StrictError(SglcoreError):

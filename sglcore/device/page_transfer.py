@@ -74,7 +74,7 @@ class PageMemory(Protocol):
 
     @property
     def cells(self) -> str:
-        """Arrangement of keys and values in a page."""
+        """The arrangement of keys and values in a page, as text such as "cell_major"."""
         ...
 
     def read(self, region: int, pages: Ints) -> Bytes:
@@ -146,7 +146,8 @@ class Told:
 class PageTransfer(Protocol):
     """Moves pages between the registered memory of two engines.
 
-    One thread uses it, the one that runs the worker's steps; only `connect` may run concurrently.
+    One thread uses it, the one that runs the worker's steps; only `connect`, `peers` and `name` may
+    run concurrently.
     An implementation may use further threads internally. A lease (one request's pages on the
     receiving engine) is drained when no write to it can arrive any more. Leases and peers are
     numbers above 0; a lease has the number that the receiving engine gave it.
@@ -169,7 +170,9 @@ class PageTransfer(Protocol):
         ...
 
     def name(self, peer: int) -> str:
-        """Return a peer's address, for messages."""
+        """Return a peer's address, as it was given to `connect`; "peer N" after the peer is
+        lost.
+        """
         ...
 
     def tell(self, peer: int, body: bytes) -> None:

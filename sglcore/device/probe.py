@@ -44,7 +44,9 @@ class DeviceInfo:
     uuid: str | None = None
 
     def __str__(self) -> str:
-        """Return a description for users, without the index."""
+        """Return a description for users, without the index, such as "NAME at 0000:3b:00.0, 80.0
+        GiB, idle".
+        """
         memory = "memory unknown" if self.memory is None else f"{self.memory / (1 << 30):.1f} GiB"
         use = {True: "busy", False: "idle", None: "use unknown"}[self.is_busy]
         place = "" if self.pci_address is None else f" at {self.pci_address}"

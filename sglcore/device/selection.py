@@ -1,10 +1,11 @@
 """Select the device: the named one, or the only usable accelerator, or the host if no accelerator
 is present.
 
-A device that is present but not usable ends the start, unless a variable hides it from this
-process: then it is a ledger row. A package that raises, or has a probe that raises, is a ledger row
-too. It ends the start, with its own traceback, only if the PCI bus shows a device that is probably
-its own and certainly an accelerator.
+Several usable accelerators end the start. An accelerator that is present but not usable is a ledger
+row if there is a usable one, or if a variable hides it from this process; otherwise it ends the
+start. A package that raises, or has a probe that raises, is a ledger row too; it ends the start,
+with its own traceback, only if no accelerator is usable, and the PCI bus shows a device that is
+probably its own and certainly an accelerator, or no host device is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SETTING = f"--device NAME or {VARIABLE}"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The selected device, its probe report, and the ledger rows of the decision."""
+    """The selected device, its package and probe report, and the ledger rows of the decision."""
 
     chosen: ChosenDevice
     package: DevicePackage
@@ -44,6 +45,7 @@ def select(
 ) -> Choice:
     """Probe the candidates on `system` (None: `host_system()`) and decide. `bus` has every PCI
     device (None: the system's). A named device is the only one probed, and its errors are raised.
+    Otherwise raises what `decide` raises.
     """
     system = system or host_system()
     wanted = (find_installed(installed, requested),) if requested.name else installed

@@ -102,7 +102,7 @@ class System:
         return MappingProxyType(dict(_assignments(text)))
 
     def pci(self, claims: Collection[PciClaim] | None = None) -> tuple[PciDevice, ...]:
-        """Return the PCI devices by address: those that `claims` cover, or all."""
+        """Return the PCI devices, sorted by address: those that `claims` cover, or all (None)."""
         found = pci_devices(self.path(PCI_DEVICES))
         return found if claims is None else claimed_devices(claims, found)
 

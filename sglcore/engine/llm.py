@@ -60,9 +60,9 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The sampling parameters used if none are given: the checkpoint's
-        `generation_config.json`, if it has one.
-        """
+        """The sampling parameters used if none are given: those of the checkpoint's
+        `generation_config.json`, unless the setting `generation_config` is none, and the defaults
+        of SamplingParams for the rest."""
         return SamplingParams(**choose_sampling(self.config, self.started.model_path)[0])  # pyright: ignore[reportArgumentType]
 
     def generate(

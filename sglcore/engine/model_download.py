@@ -168,8 +168,9 @@ def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
 
 @contextmanager
 def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
-    """Turn the exceptions of huggingface_hub inside the context into ConfigError with a remedy.
-    Also raises it if the library is not installed."""
+    """Turn exceptions of huggingface_hub and of HTTP, OSError and ValueError inside the context
+    into ConfigError with a remedy. Also raises it if the library is not installed. `name` and
+    `revision` of the model are for its text."""
     try:
         from httpx import HTTPError
         from huggingface_hub import constants, errors

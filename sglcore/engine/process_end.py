@@ -10,8 +10,8 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as `sys.exit` does: threads are joined, exit functions run, buffers are
-    flushed.
+    """End this process with the exit code `code`, as `sys.exit` does: threads are joined, exit
+    functions run, buffers are flushed.
 
     Only the interpreter's last garbage collection is skipped. It takes seconds on a busy machine
     after libraries are loaded, and frees only what ends with the process anyway.

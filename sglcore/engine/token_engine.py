@@ -86,8 +86,8 @@ class TokenEngine:
 
     @property
     def only_waits(self) -> bool:
-        """Whether a call of `step` would submit and collect nothing, because it waits for a
-        grammar's compilation or for another engine."""
+        """Whether a call of `step` would submit and collect nothing: it waits for a grammar's
+        compilation or for another engine, or there are no requests."""
         return not self.loop.has_work or self._awaits_prompts
 
     @property
@@ -125,11 +125,12 @@ class TokenEngine:
         embeds: PromptEmbeds | None = None,
         first_index: int = 0,
     ) -> list[Request]:
-        """Queue a request with `params.n` samples of a prompt, given as token ids, with `embeds` as
-        embeddings in place of some. A request with a grammar is queued in the scheduler once the
-        grammar is compiled. Returns the samples, numbered from `first_index` on. `progress`: steps
-        also return outputs with the progress of its prompt. Does not wait. Raises RequestError;
-        then nothing was queued. `request_id` must not be in use."""
+        """Queue a request with `params.n` samples of a prompt, given as token ids; with `embeds`,
+        embeddings are run in their place. `seed`: that of all samples, which are numbered from
+        `first_index` on and returned. A request with a grammar is queued in the scheduler once the
+        grammar is compiled. `progress`: steps also return outputs with the progress of its prompt.
+        Does not wait. Raises RequestError; then nothing was queued. `request_id` must not be in
+        use."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         requests: list[Request] = []
@@ -183,21 +184,21 @@ class TokenEngine:
         return self._progress() + outputs if self._watched else outputs
 
     def drain(self) -> list[EngineOutput]:
-        """Collect the steps in flight without submitting new ones; returns the outputs."""
+        """Collect the steps in flight without submitting new ones; returns the outputs. Waits."""
         found = self._received(self.loop.drain())
         return self._after(self._take_unsent() + found)
 
     def embed(self, name: str, prompt_ids: Sequence[int], token_types: Sequence[int] | None = None) -> Request:
         """Queue a prompt to embed or to score. When the returned request is FINISHED, it has an
-        `embedding` or an `error`. `token_types`: the segment of each token (None: all 0). Does not
-        wait. Raises RequestError; then it was not queued."""
+        `embedding` or an `error`, and neither if it was aborted. `token_types`: the segment of each
+        token (None: all 0). Does not wait. Raises RequestError; then it was not queued."""
         types = None if token_types is None else np.asarray(token_types, np.int32)
         request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed", token_types=types)
         self.scheduler.add(request)
         return request
 
     def close(self) -> None:
-        """Drop work in flight and free the worker. Idempotent."""
+        """Drop work in flight and free the worker; waits for the steps in flight. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             if self._grammars is not None:
@@ -263,7 +264,8 @@ class TokenEngine:
         retry_after: float = 0.0,
     ) -> list[EngineOutput]:  # fmt: skip
         """Forget a request that the scheduler has not got yet, and return an output without tokens
-        that ends each of its samples for `reason`."""
+        that ends each of its samples for `reason`. `error`, `refused` and `retry_after`: those of
+        the outputs."""
         self._groups.pop(name, None)
         self._watched.pop(name, None)
         return [

@@ -91,8 +91,8 @@ class Weights:
         self.targets: dict[str, Tensor] = {}
 
     def make(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new parameter on the device with undefined content, in the final dtype (None:
-        the model's)."""
+        """Make a parameter on the device with undefined content, in the final dtype (None: the
+        model's), add it to `parameters`, and return it."""
         made = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
         parameter = nn.Parameter(made, requires_grad=False)
         self.parameters.append(parameter)
@@ -178,7 +178,7 @@ class Scope:
 
     def stacked(self, parts: Sequence[tuple[str, int]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Declare one weight [sum of rows, *shape] that concatenates the rows of several; `parts`
-        are (name in the checkpoint, rows), in order. Returns the parameter."""
+        are (name, rows), in order, `prefix.name` in the checkpoint. Returns the parameter."""
         parameter = self.weights.make((sum(rows for _, rows in parts), *shape), dtype)
         for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
             self.weights.targets[self.prefix + name] = target

@@ -81,8 +81,8 @@ class OrderedLinear:
 
 
 class Embedding:
-    """A table with a row for each id; the rows are multiplied by `scale`, if given, rounded to the
-    model's dtype."""
+    """A table with a row for each id; the rows are multiplied by `scale`, if given, which is first
+    rounded to the model's dtype."""
 
     __slots__ = ("_embedding", "_scale", "may_round", "names", "weight")
 

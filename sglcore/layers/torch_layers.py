@@ -85,7 +85,7 @@ class Build(Scope):
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
         """Return an embedding with a weight [rows, size], or the layer in `given`. Rows are
-        multiplied by `scale`, rounded to the model's dtype."""
+        multiplied by `scale`, if given, which is first rounded to the model's dtype."""
         return self.given.get(self.prefix + name) or Embedding(self.at(name), rows, size, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:

@@ -89,7 +89,9 @@ class Recurrent:
 
 
 def make_mamba2(build: Build, state_id: int) -> Recurrent:
-    """Return Mamba 2 with the projections of this scope; `state_id` numbers the state layers."""
+    """Return a Mamba 2 mixer with the projections `in_proj` and `out_proj` of this scope.
+    `state_id`: its number among the layers with states, from 0.
+    """
     space, size = mamba2_config(build.config), build.config.hidden_size
     projection = build.linear("in_proj", size, space.inner + space.channels + space.heads, space.proj_bias)
     output = build.linear("out_proj", space.inner, size, space.proj_bias)

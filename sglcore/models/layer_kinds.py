@@ -348,7 +348,7 @@ class Build(Protocol):
         ...
 
     def softcap(self, cap: float) -> Layer:
-        """Return cap * tanh(x / cap), for logits."""
+        """Return a layer: cap * tanh(x / cap), for logits."""
         ...
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Layer:

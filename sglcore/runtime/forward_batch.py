@@ -40,7 +40,7 @@ class Planner(Protocol):
 
     @property
     def generation(self) -> int:
-        """Changes when an address of keys or values changes."""
+        """A number that changes when an address of keys or values changes."""
         ...
 
 

@@ -76,7 +76,7 @@ class GraphRunner:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Captured batch sizes, ascending."""
+        """Captured sizes of decode batches, in rows, ascending; empty after `close`."""
         return () if self._closed else self.decode.sizes
 
     def can_run(self, batch: ForwardBatch) -> bool:

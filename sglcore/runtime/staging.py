@@ -206,9 +206,8 @@ class StagedArrays:
         write_words(words, arrays, self._starts)
 
     def arrive(self, block: HostBlock) -> None:
-        """Make the device views, valid for work queued on the current stream from now on.
-
-        Does not wait.
+        """Set `arrived` to the arrays on the device, valid for work queued on the current stream
+        from now on. Does not wait.
         """
         arrays = self._arrays
         if block.shares_memory:

@@ -99,7 +99,9 @@ def make_streams(facts: Facts, *, has_lane: bool = False, parts: tuple[Part, ...
 
 
 def take_part(device: torch.device, units: int, make: Callable[[int], torch.Stream]) -> Part:
-    """Return a stream limited to `units` compute units: a spare one, or a new one."""
+    """Return a stream limited to `units` compute units: a spare one, or the new one of
+    `make(units)`.
+    """
     spare = _spare(device, 0, units)
     return Part(units, spare.pop() if spare else make(units))
 

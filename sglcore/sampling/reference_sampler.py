@@ -22,7 +22,9 @@ GOLDEN_FILE = Path(__file__).with_name("golden.json")
 
 
 def row_key(seed: int, sample_index: int, position: int, stream: int = 0) -> tuple[int, int]:
-    """Return the two unsigned key words of one draw. The second is odd, because it multiplies."""
+    """Return the two unsigned key words of one draw. The second is odd, because it multiplies.
+    `stream` separates independent uses of one seed (0: the target model's draw).
+    """
     key = mix64((seed + noise.SEED_OFFSET) & noise.LONG_WORD)
     key = mix64((key + (sample_index + (stream << 32)) * noise.INDEX_FACTOR) & noise.LONG_WORD)
     low, high = key & WORD, key >> 32

@@ -124,7 +124,8 @@ class SampledTokens(Generic[A]):
 
 def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
     """Return the arrays of a host batch's sampling state, by name, without penalties. Arrays of a
-    cut-off, XTC or biases are present only if `needs` names them.
+    cut-off, XTC or biases are present only if `needs` names them. Rows with XTC have no cut-off in
+    `top_k`, `top_p` and `min_p`; theirs are in `xtc_top_k` and so on.
     """
     arrays = {"seed_words": batch.seed_words, "scale": batch.scale, "greedy": batch.greedy}
     plain = batch.xtc_chance == 0

@@ -158,9 +158,8 @@ class BatchBuilder:
         return batch
 
     def build_embed(self, step: int, requests: list[Request]) -> ScheduleBatch:
-        """Build a batch of whole prompts to embed. It has no request slots and no pages, and emits
-        no tokens.
-        """
+        """Build a batch of whole prompts to embed. It uses no request slots (`slots` is 0 in each
+        row) and no pages, and emits no tokens."""
         self._steady = None
         self._set_rows(requests, True)
         lengths = np.array([len(request.prompt_ids) for request in requests], dtype=np.int32)
@@ -249,18 +248,17 @@ class BatchBuilder:
         batch.masks, batch.mask_nodes = words[is_filled], np.nonzero(is_filled)[1].astype(np.int32)
 
     def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
-        """Return int32[rows]: the KV slots that each row may use: those of its pages, up to the
-        most that it can ever need.
-        """
+        """Return int32[rows], the decode rows `chosen` and then the prefill rows `extended`: the KV
+        slots that each may use, those of its pages, at most `Request.most_cells`."""
         limits = np.minimum(rows.allocated_lens[chosen], rows.most_cells[chosen])
         return _join(limits, [min(len(request.pages) * self._page_size, request.most_cells) for request in extended])
 
     def _add_windows(
         self, batch: ScheduleBatch, rows: DecodeRows, chosen: NDArray[np.intp], extended: list[Request]
     ) -> None:
-        """Add the start of each row's window pages, and the page lists of rows that gained or
-        dropped window pages.
-        """
+        """Add the start of each row's window pages (`window_starts`), and the page lists of rows
+        that gained or dropped window pages. The rows are the decode rows `chosen` and then the
+        prefill rows `extended`; notes in `rows` what is sent."""
         size = self._page_size
         starts = _join(rows.window_starts[chosen], [request.window_first * size for request in extended])
         sent = _join(rows.sent_window_starts[chosen], [request.sent_window_first * size for request in extended])
@@ -312,9 +310,9 @@ def _token_types(requests: list[Request]) -> Ints | None:
 
 
 def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request], reads_history: bool) -> None:
-    """Add all known tokens of rows that enter a request slot, if their sampling or the model
-    depends on them.
-    """
+    """Add all known tokens of the prefill rows `extended` that enter a request slot, if the worker
+    needs them of every row (`reads_history`) or the sampling parameters of the row need them.
+    `decodes` rows come before these rows."""
     entering = [request.last_step < 0 and (reads_history or request.params.needs_history) for request in extended]
     if not any(entering):
         return
@@ -328,9 +326,9 @@ def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request], re
 
 
 def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: Ints | None) -> None:
-    """Add the state copies of the chunks: rows that enter a request slot start from zeros or a
-    snapshot, and rows that end at a planned snapshot write one.
-    """
+    """Add the state copies of a step: chunks that enter a request slot start from zeros or a
+    snapshot, chunks that end at a planned snapshot write one, and the first `decodes` rows write
+    those in `saves` (None: none)."""
     state_from = np.full(batch.batch_size, KEEP, dtype=np.int32)
     state_to = np.zeros(batch.batch_size, dtype=np.int32)
     if saves is not None:
@@ -344,9 +342,10 @@ def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: 
 
 
 def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], reads_next: bool) -> None:
-    """Add the requests for prompt log-probabilities, and the token after each chunk. Prompt
-    log-probabilities need that token, and so do workers with `reads_next`.
-    """
+    """Add `next_ids` int32[rows], the token after each chunk (-1: not known, and decode rows), if a
+    chunk wants prompt log-probabilities or `reads_next` is true; and in the first case
+    `prompt_logprobs` int32[rows], the number of alternatives (-1: not wanted). `decodes` rows come
+    before the chunks."""
     scores = any(request.scores_prompt for request, _ in chunks)
     if not scores and not (reads_next and chunks):
         return

@@ -36,8 +36,7 @@ def make_loop(
 ) -> tuple[Scheduler, Loop] | tuple[Shards, ShardLoop]:
     """Make the scheduler of a worker's requests and its loop, and return both: a `Scheduler` and a
     `Loop`, or with several `shards` a `Shards` of one scheduler each and a `ShardLoop`. Each shard
-    has the worker's full limits.
-    """
+    has the worker's full limits. `overlap` has no effect if the limits do not allow it."""
     if shards == 1:
         scheduler = make_scheduler(worker.limits, prefix_cache=prefix_cache)
         return scheduler, Loop(scheduler, worker, overlap=overlap)

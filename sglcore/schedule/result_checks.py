@@ -17,9 +17,8 @@ from sglcore.schedule.steps_in_flight import BatchRecord
 
 
 def check_limits(limits: Limits) -> None:
-    """Raise ConfigError if one request of full length does not fit, or if options exclude each
-    other.
-    """
+    """Raise ConfigError if one request of full length does not fit, if there are too few window
+    pages for one request and a step's tokens, or if options exclude each other."""
     if limits.generates and limits.capacity < limits.max_model_len:
         raise ConfigError(
             f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",

@@ -361,15 +361,14 @@ class RunningRequests:
         return True
 
     def _own_pages(self, request: Request) -> int:
-        """Return the pages that a passed-over request will need in addition to the shared ones that
-        it waits for.
-        """
+        """Return the number of pages that a passed-over request will need in addition to the shared
+        ones that it waits for."""
         awaited = request.awaited
         common = len(request.prompt_ids) // self._limits.page_size if awaited is None else awaited.pages
         return max(1, self.memory.pages_for(request.num_tokens) - common)
 
     def _promised(self) -> int:
-        """Return the reserved pages: those of one step for each running request.
+        """Return the number of reserved pages: those of one step for each running request.
 
         Prefilling requests come first, so they need no reserve: while one lacks pages, the step has
         no tokens left or no page is free. With prompt slices or snapshots they may not come first,
@@ -401,8 +400,8 @@ class RunningRequests:
 
     def _obtain(self, request: Request, count: int) -> bool:
         """Allocate `count` pages for the request. If they are not free, preempt requests that come
-        after it, the last one first. Returns False if the pages must be waited for.
-        """
+        after it, the last one first. Returns False, without pages, if they must be waited for;
+        others may have been preempted."""
         while not self.memory.grow(request, count):
             if self._comes_back(count):
                 return False

@@ -320,9 +320,9 @@ class Scheduler:
         self._collected = record.step
 
     def _take_tokens(self, requests: list[Request], tokens: list[int]) -> list[EngineOutput]:
-        """Take one token of each decode row in the common case: all tokens are good and all
-        requests still run.
-        """
+        """Take one token of each decode row, if all logits were good and no request has ended;
+        returns their outputs. A stop token ends its request, and a token that the grammar forbids
+        ends it with an error."""
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not follows(request, token):
@@ -336,9 +336,9 @@ class Scheduler:
         return outputs
 
     def _take_runs(self, record: BatchRecord, result: BatchResult, proposed: list[int]) -> list[EngineOutput]:
-        """Take several tokens of each decode row in the common case: all requests still run and
-        none ends by length.
-        """
+        """Take several tokens of each decode row, if no request has ended and none ends by length;
+        returns their outputs. `proposed` has each row's number of verified draft tokens, which are
+        counted in `drafts`."""
         requests, tokens, offsets = record.requests, result.token_ids.tolist(), result.token_offsets.tolist()
         outputs = []
         for request, start, end, made in zip(requests, offsets, offsets[1:], proposed, strict=False):

@@ -128,9 +128,9 @@ def overlap_forward_isolation(batch: ScheduleBatch) -> Iterator[ScheduleBatch]:
 
 
 def record_batch_in_overlap(in_flight: InFlight, view: ScheduleBatch, ticket: Ticket) -> BatchRecord:
-    """Attach the isolated batch and the ticket to the step planned last, until its collect. Raises
-    ValueError for another step, or for a second submit.
-    """
+    """Attach the isolated batch and the ticket to the step planned last, until its collect, and
+    return its record. Raises ValueError if the batch is of another step or for a second submit, and
+    IndexError if no step is in flight."""
     record = in_flight.newest
     if record.step != view.step or record.ticket is not None:
         raise ValueError(f"step {view.step} was submitted; wanted the step planned last, {record.step}, once")

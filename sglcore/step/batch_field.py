@@ -97,7 +97,7 @@ class Wide(Enum):
     """How a decode step with several rows of each request (a verification of draft tokens) gets the
     field, for which the host has one entry for each request.
 
-    REPEAT: each row has the entry of its request. PLACED: whoever makes the rows writes it, such as
+    REPEAT: each row has the entry of its request. PLACED: the maker of the rows writes it, such as
     their tokens and lengths.
     """
 
@@ -230,8 +230,8 @@ def batch_field(
 
     For the other parameters see the fields of `FieldSpec`. `split` is SLICE by default, and CLIP if
     `moved` is given; without an axis it must be given. Raises TypeError without a source, for CLIP
-    without `moved` or `mirror`, for a `dtype` without `padding`, and for a `read` field whose dtype
-    is not in `STAGED`.
+    without `moved` or `mirror`, for a `dtype` without `padding`, and for a `read` field with a
+    dtype that is not in `STAGED`.
     """
     if read is None and not (mirror or owner or record):
         raise TypeError(
@@ -314,7 +314,9 @@ def specs(batch_type: type) -> tuple[FieldSpec, ...]:
 
 
 def _like_mirrored(spec: FieldSpec, mirrored: FieldSpec | None) -> FieldSpec:
-    """Return the declaration of a mirror with the changes of the field that it mirrors."""
+    """Return the declaration of a mirror with the `moved` of the field that it mirrors; `spec`
+    itself if it mirrors none (None).
+    """
     return spec if mirrored is None else replace(spec, moved=mirrored.moved)
 
 

@@ -41,8 +41,8 @@ class HiSparseConfig:
     unused: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def buffer_rows(self, top_k: int) -> int:
-        """Return the number of KV entries per request and layer that stay on the device, for a
-        model whose tokens read `top_k`. Raises ConfigError if the configured number is smaller than
+        """Return the number of KV entries per request and layer that stay on the device, if a token
+        of the model reads `top_k`. Raises ConfigError if the configured number is smaller than
         `top_k`.
         """
         if self.device_buffer_size is None:
@@ -56,7 +56,8 @@ class SwapSizes:
     """Sizes of KV entries in host memory.
 
     `row_bytes`: bytes of an entry. `ratio`: tokens per entry. `top_k`: maximum entries that a token
-    reads. `layers`: for each indexer, the number of layers that read its choice.
+    reads. `page_size`: tokens per page. `layers`: for each indexer, the number of layers that read
+    its choice.
     """
 
     row_bytes: int
@@ -70,12 +71,12 @@ class SwapSizes:
         return len(self.layers) * int(np.minimum(batch.seq_lens // self.ratio, self.top_k).sum())
 
     def stored(self, batch: ScheduleBatch) -> int:
-        """Return the bytes of the entries that the tokens of a step complete."""
+        """Return the bytes, over all layers, of the entries that the tokens of a step complete."""
         rows = int((batch.seq_lens // self.ratio - batch.prefix_lens // self.ratio).sum())
         return sum(self.layers) * rows * self.row_bytes
 
     def staged(self, batch: ScheduleBatch) -> int:
-        """Return the bytes of all pages of the requests in a prefill step."""
+        """Return the bytes, over all layers, of all pages of the requests in a prefill step."""
         pages = int((-(-batch.seq_lens // self.page_size)).sum())
         return sum(self.layers) * pages * (self.page_size // self.ratio) * self.row_bytes
 

@@ -11,7 +11,8 @@ from sglcore.step.emitting_rows import owners, within
 
 def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray[np.int32]]:
     """Return, for T tokens of B requests: `owners` int32[T], the request of each token; `weights`
-    int32[T], its index in the request counted from 1; `first`, `last` and `lengths` int32[B].
+    int32[T], its index in the request counted from 1; `first`, `last` and `lengths` int32[B], the
+    indices of each request's first and last token among the T, and the number of its tokens.
     """
     offsets = batch.token_offsets
     return {

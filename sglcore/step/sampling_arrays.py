@@ -157,8 +157,8 @@ def score_prompts(
     """Return prompt log-probabilities by row of the batch, for the `scored` rows of `inputs`.
 
     The library provides `score(hidden [n, H], targets int32[n], top_n)` and `join(arrays)`, which
-    concatenates. `score` is called for so many tokens of a row at a time that their logits are at
-    most PROMPT_LOGITS_ELEMENTS. `arrived` are the arrays of `inputs` on the device; `hidden` [T, H]
+    concatenates. `score` is called for parts of a row, each of at most PROMPT_LOGITS_ELEMENTS
+    logits (at least one token). `arrived` are the arrays of `inputs` on the device; `hidden` [T, H]
     are the hidden states of the step.
     """
     step = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)

@@ -31,8 +31,8 @@ def slice_budget(asked: str) -> int | None:
 
 
 def slice_row(asked: str, budget: int, layers: int) -> Row:
-    """Return the ledger row for a worker with prompt slices of `layers` layers; `budget` is what
-    `slice_budget` returned.
+    """Return the ledger row for a worker that slices prompts. `layers` is the number of the model's
+    layers; `budget` is what `slice_budget` returned (not None).
     """
     what = f"{budget} tokens x layers" if budget else "by the clock"
     reason = f"{layers} layers; the number per slice "

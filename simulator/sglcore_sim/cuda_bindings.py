@@ -64,7 +64,9 @@ class GraphBinding(in_tree.GraphBinding):
 
 class GreenContextBinding:
     """Stands in for `torch._C._CUDAGreenContext`: some multiprocessors of the device, rounded up to
-    a multiple of 8. `create` raises RuntimeError for more than there are."""
+    a multiple of 8. `create` raises RuntimeError for no number, for less than 1 or more than there
+    are, and for workqueue arguments.
+    """
 
     sim: ClassVar[Any]
 

@@ -91,9 +91,10 @@ class Library:
         return int(self._c.sgl_processor_level())
 
     def usable(self) -> tuple[str, ...]:
-        """Return the names of the library's instruction sets that this processor announces,
-        ascending; empty if none. If the library emulates and the processor has avx512, all of
-        them."""
+        """Return the names of the library's instruction sets that this processor announces, lowest
+        level first; empty if none. If the library emulates and the processor has avx512, all of
+        them.
+        """
         most = self.processor_level
         if self.emulates and most >= 3:
             most = 6

@@ -144,8 +144,11 @@ def model(
 ) -> Model:
     """Load the model on the stream thread and return it; waits. `progress("loading weights", done,
     total)` is called on the stream thread. If the wait is interrupted, loading stops at its next
-    progress. Raises ConfigError if draft tokens can not be verified on the model. Records dtype and
-    quantisation in the ledger."""
+    progress. Raises ConfigError for a context beyond the checkpoint's, a dtype that the device does
+    not compute in, an unsupported model, and if draft tokens can not be verified on the model;
+    CheckpointError for files that are missing or damaged. Records the model's implementation, dtype
+    and quantisation in the ledger.
+    """
     model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False, task=config.task)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)

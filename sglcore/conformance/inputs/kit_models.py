@@ -138,8 +138,9 @@ def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> 
 
 
 def _copy_tokenizer(folder: Path) -> dict[str, int]:
-    """Copy the embedded model's tokenizer into the folder; returns its vocabulary size, for the
-    configuration."""
+    """Copy the embedded model's tokenizer files and generation defaults into the folder; return
+    {"vocab_size": its number of tokens}, for `config.json`.
+    """
     demo = files("sglcore") / "assets" / "demo"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((demo / name).read_bytes())

@@ -49,7 +49,9 @@ def computes_in(trial: Trial) -> None:
 
 class Watch(TorchDispatchMode):
     """Torch dispatch mode: inside, an operation that takes or returns a 64-bit integer tensor on
-    the given type of device raises LawBroken."""
+    the given type of device raises LawBroken. Conversions may take one; argmax, max, topk and sort
+    may return one.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -57,7 +59,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one torch operation and return its result. Raises LawBroken for a 64-bit integer
-        tensor on the device."""
+        tensor on the device, unless a conversion takes it or it is the result of argmax, max, topk
+        or sort.
+        """
         name = func.overloadpacket.__name__
         if name not in CONVERTS:
             self._check(f"{name} receives", (*args, *(kwargs or {}).values()))

@@ -262,7 +262,8 @@ def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Ca
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """Return the largest difference, relative to the largest absolute value in `wanted` or to 1;
-    infinity where only one of the two is finite."""
+    infinity where only one of the two is finite, 0 where neither is, and for empty tensors.
+    """
     if not wanted.numel():
         return 0.0
     one, other = found.double(), wanted.double()

@@ -22,8 +22,9 @@ DRAWS = (MappingProxyType({}), MappingProxyType({"temperature": 1.0, "seed": 9, 
 
 def masks_hold(trial: Trial) -> None:
     """Run requests with a grammar's masks together with others. Raises LawBroken if a masked row
-    draws a token that its mask forbids, or if the log-probabilities of any row differ from the
-    reference's; NotApplicable if the worker takes no masks."""
+    draws a token that its mask forbids, or if the log-probabilities of any row, which are those
+    before the mask, differ from the reference's; NotApplicable if the worker takes no masks.
+    """
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_masks:
         raise NotApplicable("this worker takes no masks")
@@ -46,8 +47,10 @@ def masks_hold(trial: Trial) -> None:
 
 def changes_hold(trial: Trial) -> None:
     """Run requests that add to their logits in each step together with others. Raises LawBroken if
-    such a row draws another token than the raised one, or if the log-probabilities of any row
-    differ from the reference's; NotApplicable if the worker does not change logits."""
+    such a row draws another token than the raised one, or if the log-probabilities of any row,
+    which do not include what was added, differ from the reference's; NotApplicable if the worker
+    does not change logits.
+    """
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_changes:
         raise NotApplicable("this worker does not change single logits")

@@ -163,7 +163,9 @@ def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
 
 def sampling_repeats(trial: Trial) -> None:
     """Raise LawBroken unless equal logits give exactly the reference's tokens, and a seed gives the
-    same tokens again, whatever else is in the batch (the latter in float32 only)."""
+    same tokens again, whatever else is in the batch (the latter in float32 only); also where
+    log-probabilities differ from the reference's.
+    """
     harness = trial.kit.harness("dense")
     prompts = random_prompts(7, LENGTHS)
     flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}

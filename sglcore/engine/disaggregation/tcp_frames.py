@@ -66,7 +66,8 @@ class Lost:
 
 
 def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = ()) -> None:
-    """Send a frame with the concatenated `parts` as its body; waits. Raises OSError."""
+    """Send a frame with the concatenated `parts` as its body; `region` and `lease` are as in
+    `Frame`. Waits. Raises OSError."""
     stream.sendall(_HEAD.pack(MAGIC, kind, region, lease, sum(len(part) for part in parts)))
     for part in parts:
         stream.sendall(part)
@@ -133,8 +134,8 @@ class Connection:
     def queue(
         self, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = (), ends: Transfer | None = None
     ) -> None:
-        """Queue a frame to be sent after all queued frames; the transfer `ends` becomes DONE when
-        the frame is sent, FAILED if it cannot be.
+        """Queue a frame to be sent after all queued frames, with the parameters of `send_frame`;
+        the transfer `ends` becomes DONE when the frame is sent, FAILED if it cannot be.
 
         Does not wait.
         """

@@ -113,7 +113,8 @@ class TcpPages:
         return self._greet(stream, address)
 
     def name(self, peer: int) -> str:
-        """Return a peer's address for messages; "peer N" after it is lost."""
+        """Return a peer's address HOST:PORT: the text given to `connect`, or for a peer that
+        connected, where it did so from; "peer N" after it is lost."""
         found = self._connections.get(peer)
         return f"peer {peer}" if found is None else found.name
 
@@ -137,8 +138,9 @@ class TcpPages:
         return found
 
     def offer(self, peer: int, pages: Ints) -> int:
-        """Return the number of a new lease, under which `peer` may write to `pages`, int32. The
-        caller sends the number to the peer in a message."""
+        """Return the number of a new lease, under which `peer` may write to `pages`, int32; if the
+        peer is lost, it is drained at once. The caller sends the number to the peer in a
+        message."""
         self._offered += 1
         self._leases[self._offered] = _Lease(peer, frozenset(pages.tolist()), peer not in self._connections)
         return self._offered

@@ -98,10 +98,10 @@ class PageSide(Protocol):
 
 
 def pack_logprobs(found: TokenLogprobs) -> bytes:
-    """Return the bytes of a record, by `codec.encode`."""
+    """Return the log-probabilities of some tokens as bytes, in the form of `codec.encode`."""
     return encode(found)
 
 
 def unpack_logprobs(packed: bytes) -> TokenLogprobs:
-    """Return the record that `pack_logprobs` encoded."""
+    """Return the log-probabilities that `pack_logprobs` encoded."""
     return decode(bytearray(packed))

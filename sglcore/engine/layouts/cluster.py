@@ -62,7 +62,7 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyTyp
 
 def read_cluster(file: Path) -> Cluster:
     """Read the TOML file of a cluster. Raises ConfigError if it does not exist, is not TOML, lacks
-    a table or a value, or has unknown names or wrong values."""
+    a required table or value, or has unknown names or wrong values."""
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

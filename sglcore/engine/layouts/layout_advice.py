@@ -80,7 +80,7 @@ class Advice:
 
     def command(self, model: str, per_host: int) -> str:
         """Return the command that starts one copy of `model`, to run on each of its hosts;
-        `per_host`: devices of a host."""
+        `per_host`: devices of a host. For several hosts it has R and HOST:PORT to fill in."""
         topology = self.topology
         widths = (("tp", topology.tp), ("dp", topology.dp), ("ep", topology.ep))
         words = [f"--{name} {value}" for name, value in widths if value > 1]
@@ -90,8 +90,8 @@ class Advice:
         return " ".join(("sglcore serve", model, *words))
 
     def as_json(self, model: str, per_host: int) -> dict[str, Any]:
-        """Return all fields as plain values, with `command`, and `most`: the use that takes the
-        most time in a step."""
+        """Return all fields as plain values, with `command` (made with `model` and `per_host`), and
+        `most`: the use that takes the most time in a step."""
         return {**asdict(self), "most": self.step.most, "command": self.command(model, per_host)}
 
 
@@ -114,8 +114,8 @@ def advise_folder(folder: Path, cluster: Cluster, load: Load) -> tuple[Advice, .
 
 
 def _forms(config: ModelConfig, cluster: Cluster) -> Iterator[Topology]:
-    """Yield topologies that use all devices; a copy takes an equal part of a host, or whole
-    hosts."""
+    """Yield the topologies that use all devices and that the model allows; a copy takes an equal
+    part of a host, or whole hosts."""
     per_host = cluster.links.per_host
     for tp in divisors(cluster.devices):
         if (tp <= per_host and per_host % tp) or (tp > per_host and tp % per_host):

@@ -23,7 +23,8 @@ results of a step."""
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """Predicted seconds of a step by use: reading weights, reading the KV cache, arithmetic,
-    collectives (`links`), and kernel launches."""
+    collectives (`links`), and kernel launches; the step takes their sum. Of a product's reading and
+    arithmetic, only the longer counts; the other is 0."""
 
     weights: float = 0.0
     cache: float = 0.0
@@ -65,8 +66,8 @@ class Costs:
     topology: Topology
 
     def step(self, rows: Rows) -> Seconds:
-        """Return the time of all layers and the output layer. Every rank takes as long as the
-        slowest."""
+        """Return the time of a step of `rows`, by use: all layers and the output layer. Every rank
+        takes as long as the slowest."""
         kinds = {layer: self.model.layers.count(layer) for layer in self.model.layers}
         total = self._output(rows)
         for layer, count in kinds.items():
@@ -83,8 +84,8 @@ class Costs:
         return 2 * max(found.total - found.links, found.links)
 
     def attention(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Return the time of projections and scores of a shard's rows, and of the all-reduce over
-        its ranks."""
+        """Return the time of one layer's projections and scores for a shard's rows, and of the
+        all-reduce over its ranks."""
         model, width = self.model, self.topology.attn_tp
         held = self._attention_weights(layer)
         seen = layer.seen(rows.context)
@@ -94,8 +95,9 @@ class Costs:
         return projected + scored + self._links(self.cluster.links.all_reduce(width, self._row_bytes(rows.count)))
 
     def blocks(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Return the time of the dense weights, which are divided among all ranks, and of the sums
-        over the ranks; also of the experts, if each rank has a part of every expert (`ep` is 1)."""
+        """Return the time of one layer's dense weights, which are divided among all ranks, and of
+        the sums over the ranks; also of its experts, if each rank has a part of every expert (`ep`
+        is 1)."""
         tp, every = self.topology.tp, rows.count * self.topology.dp
         found = times(self._links(self._all_rows(rows)), self._sums(layer))
         if layer.block:
@@ -109,8 +111,9 @@ class Costs:
         return found
 
     def experts(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Return the time of whole experts on each rank: rows are sent to experts and back, and the
-        rows of a shard are gathered again. Zero if `ep` is 1 or the layer has no experts."""
+        """Return the time of one layer's experts, each whole on one rank: rows are sent to experts
+        and back, and the rows of a shard are gathered again. Zero if `ep` is 1 or the layer has no
+        experts."""
         ep, model = self.topology.ep, self.model
         if ep == 1 or not layer.expert:
             return Seconds()
@@ -140,7 +143,7 @@ class Costs:
         return links.all_to_all(ep, each * copies_to_ranks(ep, chosen), each * copies_to_ranks(hosts, chosen))
 
     def weight_bytes(self) -> float:
-        """Return the bytes of weights on the rank: its parts of the embedding and output layer,
+        """Return the bytes of weights on each rank: its parts of the embedding and output layer,
         attention, dense blocks and experts, without norms and biases."""
         model, tp = self.model, self.topology.tp
         part = self.topology.ep if self.topology.ep > 1 else tp

@@ -46,8 +46,8 @@ def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return a text with both values for each fact that differs; empty if none does. A setting in
-    DECIDED that is "auto" in `other` does not count."""
+    """Return a text for each fact that differs, "NAME is VALUE and VALUE", with the value of `own`
+    first; empty if none does. A setting in DECIDED that is "auto" in `other` does not count."""
     names = dict.fromkeys((*own, *other))
     left_open = {_flag(name) for name in DECIDED if other.get(_flag(name)) == "auto"}
     return [

@@ -81,8 +81,9 @@ class Node:
 
     def follow(self) -> int:
         """Join the leader, start the ordered ranks, and wait until they have ended. Returns the
-        exit code: 0 if the leader closed them, LEADER_GONE, or FAILED. Raises WorkerLost if there
-        is no leader, and ConfigError if this node cannot be part of the group."""
+        exit code: 0 if the leader closed them, LEADER_GONE, or FAILED. Raises WorkerLost if no
+        leader, or no order of it, is there in time, and ConfigError if this node cannot be part of
+        the group."""
         host, port = self.placement.leader
         channel = Channel(reach(host, port, self.join_timeout), EPOCH)
         try:
@@ -132,7 +133,8 @@ class Node:
 
     def _order(self, channel: Channel) -> Order | None:
         """Return the leader's order, which it sends once all nodes have joined. None: the leader
-        ended before. Raises ConfigError if the leader refuses this node."""
+        ended before. Raises ConfigError if the leader refuses this node, and WorkerLost after
+        `join_timeout` seconds."""
         channel.wait_at_most(self.join_timeout)
         host, port = self.placement.leader
         try:
@@ -303,7 +305,8 @@ def _resolved(host: str) -> str:
 
 def follow(node: Node, *, restart: bool = False) -> int:
     """Run `Node.follow` and return its exit code; SIGTERM and SIGINT end it. With `restart`, run it
-    again until the leader has closed the node; each run waits `join_timeout` for the leader."""
+    again until it returns 0 or a signal has told it to end; each run waits `join_timeout` for the
+    leader. Exceptions of `Node.follow` are raised."""
     with _signals(node.stopping):
         while True:
             code = node.follow()

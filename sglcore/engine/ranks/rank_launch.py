@@ -61,8 +61,9 @@ ALONE = Placement("this machine", "one host is requested, and no launcher's vari
 
 
 def find_placement(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Placement:
-    """Return the placement of this process. `--node-rank` takes precedence over a launcher's
-    variables.
+    """Return the placement of this process, from the first of these that is given: `--node-rank`,
+    `--leader ray`, a launcher's variables. Otherwise it is one host, or with `nodes` above 1 Ray,
+    if it is installed and there is no `--leader`.
 
     Raises ConfigError for incomplete or contradictory values, and if tp is not a multiple of the
     number of nodes.

@@ -138,7 +138,8 @@ class Control:
         self.say(Kind.FAILED, [text, follows, code, self.phase])
 
     def say(self, kind: Kind, values: Any) -> None:
-        """Send a message; if the leader is gone, the process ends. Thread-safe."""
+        """Send a message with `values`, encoded as msgpack; if the leader is gone, the process
+        ends. Thread-safe."""
         try:
             with self._lock:
                 self._channel.send(kind, msgspec.msgpack.encode(values))

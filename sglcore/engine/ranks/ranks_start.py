@@ -86,7 +86,8 @@ def _check_own_file(config: EngineConfig, folder: Path) -> None:
 
 def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:
     """Raise ConfigError if the device package has no communication between ranks, or if this
-    machine has fewer devices than its ranks need."""
+    machine has fewer devices, from the chosen one on, than its ranks need. The number is not
+    checked for the processor, or if the probe listed no devices."""
     package, width = choice.package, config.tp
     if package.communication is None:
         raise ConfigError(
@@ -225,7 +226,8 @@ def _gather(
 
 
 def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[int, str], Channel]) -> None:
-    """Accept one connection and add it to `found`; close it if its first frame lacks the secret."""
+    """Accept one connection and add it to `found`, by rank and use; close it if its first frame
+    lacks the secret or cannot be read in time."""
     stream, _ = listener.accept()
     channel = Channel(stream, epoch)
     channel.wait_at_most(HELLO_SECONDS)

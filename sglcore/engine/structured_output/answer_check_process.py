@@ -17,8 +17,9 @@ from sglcore.engine.structured_output.schema_validation import not_kept
 
 
 def main() -> int:
-    """Check the Questions on standard input until it ends, and write their Verdicts to standard
-    output; returns the exit code. The first line of the input has the CheckLimits."""
+    """Check the Questions in the CheckJobs on standard input until it ends, and write a Verdict to
+    standard output for each as soon as it is known, in any order; returns the exit code. The first
+    line of the input has the CheckLimits. Checks that still run at the end are killed."""
     first, rest = first_line()
     if first:
         Checker(checked, msgspec.json.decode(first, type=CheckLimits), rest).run()

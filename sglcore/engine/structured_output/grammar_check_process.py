@@ -16,8 +16,9 @@ from sglcore.sampling.grammar_spec import Grammar, GrammarError
 
 
 def main() -> int:
-    """Compile the Grammars on standard input until it ends, and write their Verdicts to standard
-    output; returns the exit code. The first line of the input has the CheckSpec."""
+    """Check the Grammars in the CheckJobs on standard input until it ends, and write a Verdict to
+    standard output for each as soon as it is known, in any order; returns the exit code. The first
+    line of the input has the CheckSpec. Checks that still run at the end are killed."""
     first, rest = first_line()
     if not first:
         return 0
@@ -36,8 +37,9 @@ def main() -> int:
 
 
 def _checked(backend: GrammarBackend, grammar: Grammar, mask_seconds: float) -> Verdict:
-    """Return the verdict on a grammar: its error if it is invalid, or if a mask takes more than
-    `mask_seconds` of CPU time."""
+    """Return the verdict, numbered 0, on a grammar. Its `error` says that the grammar is invalid,
+    that the library failed, or that a mask takes more than `mask_seconds` of CPU time; None: it is
+    valid. Raises MemoryError only."""
     error: tuple[str, str, str] | None = None
     try:
         slowest = first_steps(backend.compile(grammar), backend.vocabulary)

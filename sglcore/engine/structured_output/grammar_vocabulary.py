@@ -37,8 +37,8 @@ class CompiledGrammar(Protocol):
 
 def first_steps(compiled: CompiledGrammar, vocabulary: Vocabulary) -> float:
     """Try up to MOST_TRIED first tokens of a grammar, each with the mask after it, as requests
-    will. Returns the largest CPU seconds of such a mask. Raises GrammarError with the compiler's
-    reason if it fails at one."""
+    will. Returns the largest CPU seconds of such a mask (0.0 if only an end token may come first).
+    Raises GrammarError with the compiler's reason if it fails at one."""
     words = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
     matcher = compiled.start()
     matcher.fill(words)

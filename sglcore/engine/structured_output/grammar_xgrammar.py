@@ -176,8 +176,8 @@ class XgrammarMatcher:
         self.error = ""
 
     def accept(self, token_id: int) -> bool:
-        """Implements `Matcher.accept`: advance by a token; False if the grammar does not allow
-        it."""
+        """Implements `Matcher.accept`: advance by a token; False if the grammar does not allow it,
+        and if the library fails, which also sets `error`."""
         try:
             return self._matcher.accept_token(token_id)
         except RuntimeError as error:

@@ -40,7 +40,8 @@ MERGED = frozenset({"$ref", "anyOf", "oneOf"})
 
 
 def check_schema(schema: Any) -> None:
-    """Raise GrammarError for a schema that llguidance would accept and not enforce."""
+    """Raise GrammarError for what llguidance would accept and not enforce, and `loosened` does not
+    remove: a keyword in UNENFORCED, or bounds of a number that it gets wrong."""
     refuse_keywords(schema, UNENFORCED, NAME)
     _refuse_narrow_bounds(schema)
 

@@ -149,7 +149,9 @@ class CheckProcess:
         Thread(target=self._read, name=f"checks of {what}, in", daemon=True).start()
 
     def submit(self, work: Any, told: OnVerdict) -> bool:
-        """Send a check; returns False, without sending it, if this process has ended."""
+        """Send a check of `work`; returns False, without sending it, if this process has ended.
+        `told` is called once with the verdict on the reading thread, also if the process ends
+        before; not after `close`."""
         line = msgspec.Raw(msgspec.json.encode(work))
         with self._lock:
             if self._is_over:

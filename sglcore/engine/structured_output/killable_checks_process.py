@@ -80,7 +80,8 @@ class Checker:
 
     def run(self) -> None:
         """Run the checks that arrive on standard input, and write a Verdict for each to standard
-        output, until standard input ends; then kill the checks that still run."""
+        output as soon as it is known, until standard input ends; then kill the checks that still
+        run."""
         self._queue_jobs()
         while True:
             while self._waiting and self._young < self._limits.young:
@@ -205,7 +206,8 @@ def _put_last(pid: int) -> None:
 
 
 def _confine(limits: CheckLimits) -> None:
-    """Limit the CPU time and memory of this forked process, and detach its standard streams."""
+    """Limit the CPU time of this forked process, and its memory where the system reports its
+    address space; detach its standard streams."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)

@@ -168,7 +168,8 @@ def _loosen_text(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
     """Remove `patternProperties` if a pattern cannot be enforced exactly. Any property may match
-    it, so `additionalProperties` is removed too. Changes `node`."""
+    it, so `additionalProperties` is removed too. Changes `node`, the schema at the JSON pointer
+    `place`, and adds the name of the removed part to `left_out`."""
     keys = node.get("patternProperties")
     if isinstance(keys, dict) and any(readable(key) != key for key in keys):
         left_out.append(f"{place}/patternProperties")
@@ -178,7 +179,8 @@ def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 def _loosen_counts(node: dict[str, Any], place: str, left_out: list[str]) -> None:
     """Remove `minProperties` and `maxProperties` if a listed property is optional; llguidance does
-    not enforce them then. Changes `node`."""
+    not enforce them then. Changes `node`, the schema at the JSON pointer `place`, and adds the
+    names of the removed parts to `left_out`."""
     listed, required = node.get("properties"), node.get("required")
     if not isinstance(listed, dict) or set(listed) <= set(required if isinstance(required, list) else ()):
         return

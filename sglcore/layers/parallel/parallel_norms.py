@@ -34,8 +34,8 @@ class SharedNorm(RMSNorm):
 
 
 class SharedGroupNorm:
-    """Callable in place of the kernel table's `gated_rms_norm`, with the gate first, for rows whose
-    `groups` groups are each split over several ranks."""
+    """Callable in place of the kernel table's `gated_rms_norm`, with the gate first, for rows of
+    `groups` groups that are each split over several ranks."""
 
     __slots__ = ("_group", "_groups")
 

@@ -41,7 +41,8 @@ class Section:
 
     def part(self, shard: Shard) -> Range:
         """Return the range of a rank's outputs, counted from the start of this section. Raises
-        ConfigError if the units do not divide evenly and are not `shared`.
+        ConfigError if the units do not divide evenly and are not `shared`. The count of `shared`
+        units must be a multiple or a divisor of the ranks, which is not checked.
         """
         first, last = shard.kv_heads(self.count) if self.shared else shard.part(self.count)
         return first * self.size, last * self.size
@@ -96,8 +97,8 @@ def _of_delta_net(config: ModelConfig) -> tuple[Section, ...]:
 
 
 def _of_mamba2(config: ModelConfig) -> tuple[Section, ...]:
-    """Return the sections of gates, heads, input and output matrices of states by group, and time
-    steps."""
+    """Return the sections of gates and inputs by head, of the states' input and output matrices by
+    group, and of time steps by head."""
     space = mamba2_config(config)
     heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
     return heads, heads, groups, groups, Section(space.heads, 1)

@@ -12,7 +12,7 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 
 
 class SharedEmbedding:
-    """An embedding whose rows are divided among ranks: the rank that has an id's row takes it, the
+    """An embedding with rows divided among ranks: the rank that has an id's row takes it, the
     others take zeros, and an all-reduce sums these."""
 
     __slots__ = ("_first", "_group", "_rows", "own")
@@ -49,7 +49,7 @@ class SharedEmbedding:
 
 
 class SharedHead:
-    """An output layer whose vocabulary is divided among ranks: concatenates the ranks' columns of
+    """An output layer with the vocabulary divided among ranks: concatenates the ranks' columns of
     logits and drops the padding of the last part."""
 
     __slots__ = ("_group", "_own", "_vocab_size")

@@ -14,7 +14,7 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 
 
 class Summed:
-    """Callable that runs a layer, `inner`, whose result is a partial sum on each rank, and returns
+    """Callable that runs a layer, `inner`, which computes a partial sum on each rank, and returns
     the sum over the ranks (all-reduce)."""
 
     __slots__ = ("_group", "_inner")

@@ -74,7 +74,9 @@ class NemotronHForCausalLM(CausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map a name to those of other decoders; older files call the decoder `backbone`."""
+        """Map a tensor's name to that in other decoders: `backbone` (the decoder in older files) to
+        `model`, `embeddings` to `embed_tokens`, `norm_f` to `norm`.
+        """
         name = name.replace("backbone.", "model.", 1)
         return super().own_name(name.replace("model.embeddings.", "model.embed_tokens.").replace(".norm_f.", ".norm."))
 

@@ -29,7 +29,7 @@ class NormAfterLayer:
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
         """Return the residual sum [T, H] after this layer; `hidden` is the whole sum before it.
-        There is no separate residual.
+        There is no separate residual: the second result is None.
         """
         hidden = hidden + self.post_attention_layernorm(self.self_attn(hidden, batch))
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden)), None

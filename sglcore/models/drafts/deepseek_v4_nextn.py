@@ -37,8 +37,8 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map names of the first MTP layer to a model's own names, all others to `target.*`, which
-        is not read.
+        """Map names of the first MTP layer, except its embedding and head, to a model's own names,
+        all others to `target.*`, which is not read.
         """
         part = re.sub(r"^mtp\.0\.(?!emb\.|head\.)", "", name)
         if part == name:

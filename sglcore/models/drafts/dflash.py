@@ -131,7 +131,8 @@ def dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> d
 
 def default_layers(count: int, layers: int) -> list[int]:
     """Return the numbers, from 0, of the target's layers that a draft reads if its configuration
-    names none: `count` of `layers`, evenly spaced."""
+    names none: `count` of `layers`, evenly spaced from 1 to `layers` - 3; for one, `layers` // 2.
+    """
     if count == 1:
         return [layers // 2]
     return [round(1 + each * (layers - 4) / (count - 1)) for each in range(count)]

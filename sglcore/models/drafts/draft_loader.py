@@ -200,8 +200,8 @@ def _standalone(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the words of a draft's `config.json`; those of a nested layer or of `text_config`, if
-    there is one, are at the top level.
+    """Return the words of a draft's `config.json`. The words of `text_config` (only of Gemma 4's
+    assistant) and of the nested layer (of the library speculators) are at the top level.
 
     Raises ConfigError for a kind or a layer of the library speculators that is not supported.
     """

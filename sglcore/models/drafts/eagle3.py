@@ -33,7 +33,9 @@ class Eagle3Layer:
     )
 
     def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
-        """`words["norm_before_residual"]`: attention is added to the normed features."""
+        """`self_attn` takes [T, 2 * H]. `words["norm_before_residual"]`: its result is added to the
+        normed features; False or absent: to the features as they are.
+        """
         size = build.config.hidden_size
         self.input_layernorm = build.norm("input_layernorm", size)
         self.hidden_norm = build.norm("hidden_norm", size)
@@ -117,7 +119,8 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
 
     def project(self, features: Array) -> Array:
         """Return the features [T, H] of a batch, from the target's [T, layers *
-        target_hidden_size]."""
+        target_hidden_size]; without `aux_layers`, the target's [T, H] unchanged.
+        """
         if self.fc is None:
             return features
         if self.input_norm is not None:

@@ -132,15 +132,15 @@ class Gemma4AssistantForCausalLM(Architecture):
 
 
 def is_frozen(names: Collection[str]) -> bool:
-    """Return whether tensors of these names are a frozen MTP draft."""
+    """Return whether tensors of these names are a draft that reads the target's KV slots (Gemma 4's
+    assistant).
+    """
     return "pre_projection.weight" in names and "post_projection.weight" in names
 
 
 def shared(shapes: Shapes) -> Mapping[str, str]:
-    """Return the one part of the target that the draft uses, its embedding, by the draft's name for
-    it.
-
-    The output layer is the draft's own.
+    """Return {the draft's module name: EMBEDDING}, the one part of the target that the draft uses.
+    `shapes` is not read; the output layer is the draft's own.
     """
     return {"target.embed_tokens": EMBEDDING}
 

@@ -49,8 +49,8 @@ class Names(NamedTuple):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """The parts around the decoder layer: the checkpoint's name of each, and the name that this
-        package uses.
+        """The parts around the decoder layer: the checkpoint's name of each, with its last dot, and
+        the name that this package uses, without one.
         """
         return {self.token_norm: "enorm", self.hidden_norm: "hnorm", self.proj: "eh_proj", self.norm: "norm"}
 
@@ -101,7 +101,11 @@ def layout_of(names: Collection[str], layers: int) -> tuple[Names, tuple[str, ..
 
 
 def next_token_config(config: ModelConfig, names: Names, prefixes: tuple[str, ...]) -> ModelConfig:
-    """Return the configuration of a model's MTP layers, from the configuration of that model."""
+    """Return the configuration of a model's MTP layers, from that of the model: one layer for each
+    of `prefixes`, each with the sliding window of the model's last layer and, if the model has
+    experts, with experts. In `words` its layer and indexer types are full; `words` also have
+    `names`, `prefixes` and the model's architecture.
+    """
     count = len(prefixes)
     moe = None if config.moe is None else replace(config.moe, layers=(True,) * count)
     kinds = {"layer_types": ["full_attention"] * count, "indexer_types": ["full"] * count}

@@ -268,7 +268,9 @@ def _varied(*shape: int) -> Tensor:
 
 def _real(given: Any) -> Any:
     """Return an argument that a module got in the walk on the meta device, with contents: random
-    numbers, positions, and masks by their function."""
+    numbers, positions, and masks by their function. A padding mask becomes None; anything else that
+    is not a meta tensor stays as it is.
+    """
     if isinstance(given, Angles):
         return torch.randn(1, len(given.positions), given.table.shape[1])
     if isinstance(given, Seen):

@@ -41,7 +41,9 @@ class Product:
         return empty_as(x, x.shape[0], self.outputs) if self.linear is None else self.linear(x)
 
     def whole(self, x: Tensor, is_addend: bool = False) -> Tensor:
-        """[..., in] to [..., out]; an `Addend` if `is_addend`."""
+        """[..., in] to [..., out]. With `is_addend`, [1, T, in] to an `Addend` [1, T, out]: the
+        result, which the next norm adds to the residual; a plain tensor under a compiler.
+        """
         shape = *x.shape[:-1], self.outputs
         if self.linear is None and not is_addend:
             return empty_as(x, *shape)
@@ -97,7 +99,9 @@ class PackedLinear(nn.Module):
             self.product.place(build)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """[..., in] to [..., out]; with `is_addend`, [1, T, in] to an `Addend`, which the next norm
+        adds to the residual.
+        """
         if len(self.product.parts) == 1:
             return self.product.whole(x, self.is_addend)
         found = self.product.part(self.part, x)
@@ -131,7 +135,9 @@ class GatedBlock(nn.Module):
         self._inner = (lambda x: activate(linear(x))) if gated is None else (lambda x: gated(x, linear.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H]."""
+        """[..., H] to [..., H]; with `is_addend`, [1, T, H] to an `Addend`, which the next norm
+        adds to the residual.
+        """
         if self._inner is None:
             return handed(empty_as(x, x.shape[:-1].numel(), x.shape[-1]), x.shape, self.is_addend)
         return handed(self.down.rows(self._inner(as_rows(x))), x.shape, self.is_addend)
@@ -273,7 +279,8 @@ class NoDropout(nn.Dropout):
 
 
 def handed(rows: Tensor, shape: Sequence[int], is_addend: bool) -> Tensor:
-    """Return [T, H] in another shape, as an `Addend` if `is_addend`. Under a compiler a plain
-    tensor."""
+    """Return a view of `rows` [T, H] in another shape. With `is_addend` it is an `Addend`, which
+    the next norm adds to the residual; under a compiler always a plain tensor.
+    """
     x = rows.view(shape)
     return Addend.of(x, rows) if is_addend and not torch.compiler.is_compiling() else x

@@ -163,7 +163,10 @@ def _is_block(module: nn.Module, roles: Sequence[str], activation: Activation, d
 
 
 def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> nn.Linear:
-    """Return a random linear layer with the sizes of a twin, and a bias if `own` has one."""
+    """Return a random linear layer with the sizes of a block's twin, and a bias if `own` has one:
+    INNER to HIDDEN if `is_down`, else HIDDEN to INNER (2 * INNER if the block has `count` = 2
+    linear layers).
+    """
     inputs, outputs = (INNER, HIDDEN) if is_down else (HIDDEN, INNER if count == 3 else 2 * INNER)
     made = _Product(inputs, outputs, bias=own.bias is not None, device="meta")
     for name, empty in made.named_parameters():

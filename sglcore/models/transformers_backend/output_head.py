@@ -143,7 +143,9 @@ class _Decoded(nn.Module):
 
 
 def head_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the causal class without its decoder: what runs after it."""
+    """Return a copy of a causal model that runs only what follows its decoder: a call with
+    `inputs_embeds` [1, N, H] takes them as the decoder's output. Shares all other modules.
+    """
     head = copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _Decoded(model.base_model)}
     return head

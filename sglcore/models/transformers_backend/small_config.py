@@ -102,7 +102,9 @@ def _count(model: nn.Module) -> int:
 
 
 def _smaller(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return a configuration's values with small sizes, also in nested configurations."""
+    """Return a configuration's values with small sizes and at most `layers` layers, also in nested
+    configurations.
+    """
     depth = next((values[name] for name in _LAYERS if _is_size(values.get(name))), layers)
     divisor, made = _divisor(values), {}
     for name, value in values.items():
@@ -145,7 +147,8 @@ def _is_size(value: Any) -> bool:
 
 def _divisor(values: Mapping[str, Any]) -> int:
     """Return the greatest divisor of all heads and widths that leaves at least `LEAST_HEADS` heads,
-    a head for each group, and `LEAST_WIDTH` elements."""
+    a head for each group, and `LEAST_WIDTH` elements; 1 if there is none.
+    """
     heads = [values[name] for name in _HEADS if _is_size(values.get(name))]
     widths = [values[name] for name in _WIDTHS if _is_size(values.get(name))]
     least = max([LEAST_HEADS, *(values[name] for name in _GROUPS if _is_size(values.get(name)))])
@@ -163,7 +166,9 @@ def _kv_heads(count: int, values: Mapping[str, Any], divisor: int) -> int:
 
 
 def _experts(count: int, values: Mapping[str, Any]) -> int:
-    """Return a small number of experts, at least twice the chosen ones, that divides `count`."""
+    """Return the least divisor of `count` that is at least 4 and at least twice the experts of a
+    token and the groups; `count` itself if there is none.
+    """
     least = max([4, *(2 * values[name] for name in _CHOSEN if _is_size(values.get(name)))])
     return next(size for size in range(min(least, count), count + 1) if count % size == 0)
 

@@ -68,7 +68,9 @@ class Held:
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
         """Append `new` [rows, channels, T] to the convolution's last inputs and return both, padded
-        with zeros on the left to `conv_kernel_size`. Keeps the end as the next state."""
+        with zeros on the left to `conv_kernel_size` (None: to the T of the last inputs, or of `new`
+        without any). Keeps that many at the end as the next state.
+        """
         before = self.get_conv_state(layer_idx, state_idx)
         full = new if before is None else torch.cat([before, new], dim=-1)
         size = conv_kernel_size or (new if before is None else before).shape[-1]
@@ -167,8 +169,10 @@ class Mixer(StateLayer):
         module.forward = self.forward
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Replace the module's forward: `hidden_states` [1, T, H]. Positions do not matter to the
-        module, and masks only hide padding, which does not occur."""
+        """Replace the module's forward: `hidden_states` [1, T, H] to the module's results, as
+        `Results.unpack` returns them. Positions do not matter to the module, and masks only hide
+        padding, which does not occur.
+        """
         if hidden_states.device.type == "meta":
             return self._walk(hidden_states)
         results = self._results

@@ -139,7 +139,9 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(blocks: Blocks, codes: Tensor, bits: int) -> Codes:
-    """Return the codes of types with a scale and a minimum for each 32 of 256 elements."""
+    """Return `codes` with the scale and the minimum of each 32 of a block's 256 elements, from the
+    first 16 bytes of the block.
+    """
     scales, minima = _six_bits(blocks[..., 4:16])
     scale = _half(blocks, 0).unsqueeze(-1) * scales.float()
     minimum = _half(blocks, 2).unsqueeze(-1) * minima.float()

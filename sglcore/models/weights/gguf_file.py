@@ -78,7 +78,7 @@ class GgufSource:
 
     def _rows(self, rows: slice, count: int) -> Tensor:
         """Read some of the tensor's `count` rows to the host, uint8 [rows, bytes of a row], in a
-        checkpoint's order.
+        checkpoint's order. Raises `CheckpointError` if the file ends before.
         """
         size = self.num_bytes // count
         data = torch.empty(rows.stop - rows.start, size, dtype=torch.uint8)

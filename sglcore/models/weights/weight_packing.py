@@ -83,8 +83,9 @@ class Packer:
 
     def load(self, sources: Mapping[str, Source], report: CountBytes) -> None:
         """Fill every weight from its source, by the model's name for it; call `report` with the
-        bytes of each piece read. Then add offsets, check bounds, and call the functions in
-        `Weights.derived`."""
+        bytes of each piece read. Then add offsets, check bounds, call the functions in
+        `Weights.derived`, and empty `Weights.targets`.
+        """
         weights, head = self._weights, self._weights.head
         in_layers = {name for layer in (*weights.linears, *([head] if head else [])) for name in layer.names}
         for name, source in sources.items():

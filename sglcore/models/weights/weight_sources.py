@@ -297,7 +297,8 @@ def _layer(
 ) -> LayerTensors | None:
     """Return the stored tensors of a quantised layer with a weight of this shape.
 
-    None if the weight is plain or not quantised in this format.
+    None if the weight is plain or the files have none of the format's tensors for it. Raises
+    `CheckpointError` if they have only some of those that the format needs.
     """
     is_plain = name in places and places[name].entry.dtype in DTYPES
     if quantization is None or is_plain or not name.endswith(_WEIGHT) or len(shape) != 2:

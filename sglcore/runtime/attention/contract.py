@@ -181,7 +181,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @property
     def generation(self) -> int:
-        """Changes when an address of keys or values changes."""
+        """A number that changes when an address of keys or values changes."""
         return self.token_to_kv_pool.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:

@@ -54,8 +54,8 @@ class GatheredAttention(ReferenceAttention):
         """
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Implements `AttentionBackend.attend`. Rows of padding requests hold results computed from
-        page 0.
+        """Implements `AttentionBackend.attend`: q [T, heads * head_dim] to the same shape. Rows of
+        padding requests hold results computed from page 0.
         """
         rows = plan.captured
         if rows is None:

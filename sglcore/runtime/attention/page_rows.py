@@ -60,8 +60,8 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         return RowsPlan(self, generation, pages, batch.seq_lens[:rows], starts, longest, tokens)
 
     def capture_plan(self, bucket: Bucket) -> RowsPlan:
-        """Implements `AttentionBackend.capture_plan` for decode: allocate page rows and lengths,
-        which `refresh` writes.
+        """Implements `AttentionBackend.capture_plan` for decode with one token per request:
+        allocate page rows and lengths, which `refresh` writes.
         """
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
@@ -75,7 +75,9 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         plan.seq_lens.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: RowsPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`. Padding rows are zero."""
+        """Implements `AttentionBackend.attend`: q [T, heads * head_dim] to the same shape. Padding
+        rows are zero.
+        """
         if not plan.num_tokens:
             return torch.zeros_like(q)
         pool = self.token_to_kv_pool

@@ -182,7 +182,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return pages * pool.page_size + positions % pool.page_size
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Implements `AttentionBackend.attend`. Padding rows are zero."""
+        """Implements `AttentionBackend.attend`: q [T, heads * head_dim] to the same shape. Padding
+        rows are zero.
+        """
         grouped = _grouped(q, layer)
         singles = plan.singles
         if singles is not None and singles.count == q.shape[0]:
@@ -200,7 +202,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out.view(q.shape)
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: ReferencePlan) -> Tensor:
-        """Implements `AttentionBackend.encode`, one row at a time. Padding rows are zero."""
+        """Implements `AttentionBackend.encode`, one request at a time: q [T, heads * head_dim], k
+        and v [T, kv_heads * head_dim] to q's shape. Padding rows are zero.
+        """
         queries = _grouped(q, layer)
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
         out = torch.zeros_like(queries)

@@ -95,7 +95,9 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         plan.tokens = int(lengths.sum())
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`. Padding rows of an extend batch are zero."""
+        """Implements `AttentionBackend.attend`: q [T, heads * head_dim] to a new tensor of the same
+        shape. Padding rows of an extend batch are zero.
+        """
         is_covered = plan.singles is None or plan.tokens == q.shape[0]
         out = (torch.empty if is_covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         singles = q.shape[0] if plan.singles is None else plan.singles

@@ -120,7 +120,9 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         return update or of_full
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: WindowedPlan) -> Tensor:
-        """Implements `AttentionBackend.attend` by the backend of the layer's kind."""
+        """Implements `AttentionBackend.attend` by the backend of the layer's kind: q [T, heads *
+        head_dim] to the same shape.
+        """
         if layer.layer_id in self._windowed:
             assert plan.view is not None
             return self.window.attend(q, layer, plan.view, plan.window)

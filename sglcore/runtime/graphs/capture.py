@@ -17,7 +17,9 @@ from sglcore.runtime.streams import Streams
 
 
 class CaptureError(RuntimeError):
-    """A capture recorded nothing, or there is no stream to record."""
+    """A step cannot be captured: it queued no work on the stream, there is no stream or another one
+    is current, or its forward is not one graph with one output.
+    """
 
 
 class Segment(Protocol):
@@ -38,7 +40,7 @@ class StreamCapture(Protocol):
     """A device's way to record the work queued on a stream as a `Segment`."""
 
     def make_pool(self) -> object:
-        """Return the memory that all graphs of one runner share."""
+        """Return new, empty memory for all graphs of one runner."""
         ...
 
     def capture(self, stream: torch.Stream, pool: object) -> AbstractContextManager[Segment]:
@@ -92,7 +94,8 @@ class Recorder:
         """Context manager: capture the work that the block queues, as the segment that it gets,
         which can be replayed after the block.
 
-        Raises CaptureError if the block queued none on the forward stream.
+        Raises CaptureError if the block queued none on the forward stream, or if another stream is
+        current in it.
         """
         # A pool ends with its last graph; a pool without a successful capture is not reused.
         if not self._segments:

@@ -42,8 +42,8 @@ def make_backend(
 ) -> GraphBackend | None:
     """Return the configured graph mechanism, or the device's own.
 
-    None means eager, with a ledger row. Raises ConfigError for a kind that the package does not
-    offer.
+    None means eager, with a ledger row: graphs are off, or attention or the ranks cannot replay
+    them. Raises ConfigError for a kind that the package does not offer.
     """
     kind, is_automatic = facts.graph_kind(config.graph), config.graph == "auto"
     offered = ", ".join(package.graphs) or "none"
@@ -178,7 +178,9 @@ def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str
 
 
 def _halves_row(config: EngineConfig, captured: GraphRunner, against: str) -> Row:
-    """Return the ledger row for decode batches that run as two micro-batches in graphs."""
+    """Return the ledger row for decode batches that run as two micro-batches in graphs. `against`:
+    why none do; empty: those of `captured` that are split do.
+    """
     topic, asked, sizes = "two-batch overlap of graphs", config.two_batch_overlap, captured.decode.in_halves
     if against:
         return Row(

@@ -62,7 +62,9 @@ def thinned(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def limit_row(asked: Buckets, fit: Buckets, most: int | None) -> Row | None:
-    """Return the ledger row for sizes that were left out; None if none were."""
+    """Return the ledger row for the sizes of `asked` that are left out of `fit`, because the device
+    holds `most` pieces; None if none are.
+    """
     if asked == fit:
         return None
     wanted = f"{len(asked.decode)} of decode, {len(asked.prompts)} of prompts"

@@ -40,7 +40,9 @@ def check_generation(what: str, captured: tuple[int, int], context: ForwardConte
 
 
 def absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
-    """Return the model inputs that a captured batch does not have; its graph does not read them."""
+    """Return the names of the model inputs that are None in a captured batch; its graph does not
+    read them.
+    """
     inputs = [s for s in specs(type(captured)) if s.is_buffered or s.axis is Axis.TOKENS or s.split is Split.NESTED]
     return tuple(spec.name for spec in inputs if getattr(captured, spec.name) is None)
 
@@ -60,7 +62,9 @@ def read_host_arrays(captured: ForwardBatch) -> None:
 
 
 def real_view(registry: BufferRegistry, batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch's real rows as views of the registry's buffers."""
+    """Return the batch's real rows as views of the registry's buffers; the batch itself if its
+    tensors are these buffers.
+    """
     return batch if registry.owns(batch) else registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
 
 
@@ -117,7 +121,9 @@ class SizedGraphs(ABC, Generic[Captured]):
     def _capture(self, size: int) -> Captured: ...
 
     def _static_batch(self, batch_size: int, num_tokens: int, mode: ForwardMode) -> ForwardBatch:
-        """Return a batch of padding over the registry's buffers."""
+        """Return a batch of padding over the registry's buffers, for a capture; note which inputs
+        it lacks, for `unread`.
+        """
         template = self.registry.view(batch_size, num_tokens, extend=mode is ForwardMode.EXTEND)
         template.forward_mode = mode
         self.registry.fill_from(template, FillContext(0, batch_size, 0, num_tokens))

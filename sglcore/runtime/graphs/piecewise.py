@@ -32,7 +32,7 @@ def as_traced(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
 
 
 def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile the piece with torch's compiler for the device."""
+    """Return the piece compiled for these example inputs by torch's compiler for the device."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(piece, list(inputs))  # pyright: ignore[reportReturnType]  a callable for a GraphModule
@@ -182,7 +182,7 @@ def _attribute(module: Any, path: str) -> Any:
 
 
 def _hidden(outputs: Any) -> Tensor:
-    """Return the only output of a forward; raises CaptureError if there are several."""
+    """Return the only output of a forward; raises CaptureError if there are several or none."""
     if isinstance(outputs, Tensor):
         return outputs
     if len(outputs) != 1:

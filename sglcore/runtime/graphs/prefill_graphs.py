@@ -43,7 +43,9 @@ class CapturedTokens:
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Return powers of two from SMALLEST and their midpoints, below `most`, and `most`."""
+    """Return powers of two from SMALLEST and their midpoints (16, 24, 32, 48, ...), below `most`,
+    and `most`, ascending.
+    """
     sizes, size = {most}, SMALLEST
     while size < most:
         sizes |= {size, min(size * 3 // 2, most)}

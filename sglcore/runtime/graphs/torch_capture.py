@@ -83,7 +83,7 @@ class AcceleratorCapture:
     """The `StreamCapture` of torch's device-independent graph class (torch 2.12 and later)."""
 
     def make_pool(self) -> Pool:
-        """Return an empty pool."""
+        """Return a new, empty pool."""
         return Pool()
 
     @contextmanager

@@ -75,7 +75,8 @@ class Staged:
 
 
 def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int, rooms: StagingRooms) -> Staged:
-    """Split a prefill step into parts that have at most the pages of one request each.
+    """Split a prefill step into parts of whole requests, with at most `pool.max_pages` pages each,
+    those of the longest request.
 
     Computed on the device, in sizes that follow from host lengths; does not wait.
     """

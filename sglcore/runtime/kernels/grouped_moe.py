@@ -27,8 +27,8 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Implement `KernelTable.relu2_moe` as `grouped_moe` does, with the same conditions: squared
-    ReLU after w1 [E, I, H], without a gate.
+    """Implement `KernelTable.relu2_moe` as `grouped_moe` does, with the same conditions: w1
+    [E, I, H], squared ReLU, w2 [E, H, I], without a gate. Return [T, H].
     """
     return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
 

@@ -18,9 +18,10 @@ def swap_in(
     loads: Tensor,
     counts: Tensor,
 ) -> None:
-    """Reference of `KernelTable.swap_in`: update the LRU cache of each request, the tables `held`,
-    `order` and `where`, in place; write the device rows of the chosen entries to `rows`, and the
-    copies that they need from the host to `loads` and `counts`.
+    """Reference of `KernelTable.swap_in`: update the LRU cache of each request in place: the tables
+    `held` (the entry in each place), `order` (the places, least recently used first) and `where`
+    (the place of each entry). Write the device rows of the `chosen` entries to `rows` (-1: none
+    chosen), and the copies from the host that they need to `loads` and `counts`. Slot 0 is padding.
     """
     places, count = held.shape[1], chosen.shape[1]
     is_real = (chosen >= 0) & (slots > 0).unsqueeze(1)

@@ -218,8 +218,8 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
 
 
 def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Reference of `KernelTable.relu2_moe`, computed as `moe`, for experts with squared ReLU after
-    w1 [E, I, H], without a gate.
+    """Reference of `KernelTable.relu2_moe`, computed as `moe`, for experts w1 [E, I, H], squared
+    ReLU, w2 [E, H, I], without a gate. Return [T, H].
     """
 
     def run(expert: int) -> Tensor:
@@ -276,7 +276,7 @@ def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
 
 def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
     """Reference of `KernelTable.limited_moe`, computed as `moe`: every expert on every token, with
-    the activation `limited_silu_and_mul`.
+    the activation `limited_silu_and_mul`. Return [T, H]; w13 [E, 2 I, H], w2 [E, H, I].
     """
 
     def run(expert: int) -> Tensor:
@@ -325,7 +325,8 @@ def mxfp4_moe(
     limit: float,
 ) -> Tensor:
     """Reference of `KernelTable.mxfp4_moe`: dequantise one expert at a time and compute as
-    `clamped_moe`.
+    `clamped_moe`. w13 and w2 are codes uint8 [E, rows, columns / 32, 16], s13 and s2 their scales
+    uint8 [E, rows, columns / 32].
     """
 
     def run(expert: int) -> Tensor:
@@ -397,7 +398,8 @@ def norm_rotary_and_store(
     eps: float,
 ) -> Tensor:
     """Reference of `KernelTable.norm_rotary_and_store`: call `rms_norm` for each head of q and k
-    with weights [head_dim], then `rotary_and_store`. Return the normed and rotated q.
+    with weights [head_dim], then `rotary_and_store`, which stores the normed and rotated k, and v.
+    Return the normed and rotated q.
     """
     q, k = (
         rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)

@@ -157,9 +157,10 @@ def compress_plan(
     """Reference of `KernelTable.compress_plan`: count the blocks of `ratio` tokens that each
     request completes in this step, number them as events, and write what `compress` needs.
 
-    For each event, `reads` int32 [N, W] are the sources of its W tokens (a token of this step, -2 -
-    a row of the state, or -1), `block_positions` [N] its first position, `out_rows` [N] its row in
-    the pool. `writes` [T] are the rows of the state that receive each token (0: none).
+    For each event, `reads` int32 [N, W] are the sources of its W tokens (the index of a token of
+    this step; -2 - r for row r of the state; -1 for none), `block_positions` [N] its first
+    position, `out_rows` [N] its row in the pool; after the last event -1, 0 and 0. `writes` [T] are
+    the rows of the state that receive each token (0: none).
     """
     ends = seq_lens.long()
     begins = ends - (1 if lengths is None else lengths)

@@ -22,7 +22,8 @@ def place_proposals(
     int32 [B * N] of B requests' roots and N - 1 draft tokens, from the tables by slot `last`,
     `lengths` and `proposals`.
 
-    A token at or past the request's limit, or its `nodes`, gets position 0 and owner slot 0.
+    Token n of a request has position `lengths` + n. At or past the request's limit, or its `nodes`,
+    it gets position 0 and owner slot 0. An absent draft token (-1) gets id 0.
     """
     if not slots.numel():
         return
@@ -50,10 +51,12 @@ def accept_proposals(
     runs: Tensor,
 ) -> None:
     """Reference of `KernelTable.accept_proposals`: count the accepted draft tokens of each request,
-    those equal to the tokens `drawn` int32 [B * N] in their places, up to the first difference;
-    update the tables by slot `last` and `lengths` for the next step.
+    those equal to the tokens `drawn` int32 [B * N] in their places, up to the first difference or
+    token that is not verified (its slot in `owners` is 0); update the tables by slot `last` and
+    `lengths` for the next step.
 
-    Writes `runs` int32 [4, B]: accepted, verified, row of the last accepted token, new length.
+    Writes `runs` int32 [4, B]: accepted, verified, row of the last accepted token (the root if
+    none), new length (accepted + 1 more, at most the limit).
     """
     if not slots.numel():
         return
@@ -86,8 +89,10 @@ def tree_walk(
     """Reference of `KernelTable.tree_walk`: find the accepted path of each request's tree, of nodes
     equal to the tokens `drawn` after their parents; update the tables by slot `last` and `lengths`.
 
-    Writes the path's nodes, root first, to `path` int32 [B, steps], and to `runs` int32 [4, B]: the
-    path's draft tokens, verified ones, index of the last one in `path`, new length.
+    `trees` are as `tree_place` stores them. Writes the path's nodes, root first, to `path` int32
+    [B, steps] (later entries: their own index), and to `runs` int32 [4, B]: the number of the
+    path's draft tokens, of verified ones, the index of the last node among the B * steps entries of
+    `path`, and the new length.
     """
     if not slots.numel():
         return

@@ -18,9 +18,9 @@ def tree_expand(
     reached: Tensor,
 ) -> None:
     """Reference of `KernelTable.tree_expand`: write the candidates of one depth, `tokens` and their
-    scores plus the beams' `chances`, to `records` and `sums` from number `first` on, and the w with
-    the largest sums to `beams` int32 [3, B, w] (token, beam it grew from, record) and their sums to
-    `reached`.
+    scores plus the beams' `chances`, to `records` int32 [2, B, M] (token, parent record in
+    `parents`; -1: the root) and `sums` from number `first` on, and the w with the largest sums to
+    `beams` int32 [3, B, w] (token, beam it grew from, record) and their sums to `reached`.
     """
     count, width = reached.shape
     if not count:
@@ -42,9 +42,9 @@ def tree_expand(
 
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-    """Reference of `KernelTable.tree_build`: write the N - 1 records with the largest sums, in
-    record order, as nodes 1 and on to `tree` int32 [3, B, N - 1]: token (-1: its sum is -inf),
-    parent node (0: the root), depth.
+    """Reference of `KernelTable.tree_build`: write the N - 1 records (those of `tree_expand`, with
+    `depths` int32 [M]) with the largest sums, in record order, as nodes 1 and on to `tree` int32
+    [3, B, N - 1]: token (-1: its sum is -inf), parent node (0: the root), depth.
     """
     count, nodes = tree.shape[1:]
     best = sums.sort(dim=1, descending=True, stable=True).indices[:, :nodes]

@@ -64,7 +64,7 @@ class SparseKernels:
     Request b has the tokens [starts[b], starts[b] + lengths[b]), the last of its seq_lens[b]; if
     both are None, token b. An event is a block of `ratio` tokens that these tokens complete. Events
     are ordered by request, then by position; there are at most N. `reads` are the W tokens up to
-    the block's end: the index of a token of this step, or -2 - its row in the state, or -1 before
+    the block's end: the index of a token of this step; -2 - r for row r of the state; or -1 before
     the first token. `block_positions` is the block's first token, `out_rows` its row in a pool with
     page_size / ratio rows per page; 0 after the last event.
 

@@ -43,7 +43,7 @@ def takes_all(*call: object) -> str:
 
 
 def takes_one_dtype(*call: object) -> str:
-    """Return "" for a call whose tensors have one dtype, otherwise the reason to refuse it."""
+    """Return "" if all tensors of a call have one dtype, otherwise the reason to refuse it."""
     found = dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in call if isinstance(arg, Tensor))
     return "" if len(found) < 2 else f"it takes tensors of one dtype, not of {' and '.join(found)}"
 
@@ -450,8 +450,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         """Return a table with some entries replaced.
 
         The candidates that a `Limited` replaces remain after it, for the calls that it refuses. An
-        optional entry that rests on a replaced one is dropped, unless it is replaced too. Raises
-        `ConfigError` for a name that is not an entry.
+        optional entry is dropped if one that it rests on (`Entry.rests_on`) is replaced and it is
+        not. Raises `ConfigError` for a name that is not an entry.
         """
         gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
         behind = {**self.candidates, **gone}

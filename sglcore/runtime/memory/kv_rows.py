@@ -204,7 +204,7 @@ class RowPool:
         return {name: each for name, each in rows.items() if layer[name].place is not Place.HOST_PAGES}
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        """Return all rows of a layer, each [rows, size], in the order of their declaration."""
+        """Return the tensors of a layer's rows, as `rows` does, in the declarations' order."""
         return tuple(self._rows[layer_id].values())
 
     @property

@@ -188,20 +188,28 @@ class MHATokenToKVPool:
         self._kv = self._allocate()
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Return the layer's keys and values, each [cells, kv_heads, head_dim] in this layout."""
+        """Return the layer's keys and values, not copies: each [cells, kv_heads, head_dim] in this
+        layout.
+        """
         return self._kv[layer_id]
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Implements `TokenToKVPool.store` with the kernel table's `store_kv`."""
+        """Implements `TokenToKVPool.store` with the kernel table's `store_kv`: key and value [T,
+        kv_heads, head_dim] to KV slots int [T].
+        """
         self._store_kv(key, value, *self._kv[layer_id], out_cache_loc)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Implements `TokenToKVPool.read_cells` by a gather."""
+        """Implements `TokenToKVPool.read_cells` by a gather: cells int [N] to two copies [N,
+        kv_heads, head_dim].
+        """
         keys, values = self._kv[layer_id]
         return keys.index_select(0, cells), values.index_select(0, cells)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Implements `TokenToKVPool.write_cells` with the reference's `store_kv`."""
+        """Implements `TokenToKVPool.write_cells` with the reference's `store_kv`: write keys and
+        values [N, kv_heads, head_dim] to cells int [N].
+        """
         reference_kernels.store_kv(keys, values, *self._kv[layer_id], cells)
 
     def replace_storage(self) -> None:
@@ -228,18 +236,22 @@ class PageMajorTokenToKVPool(MHATokenToKVPool):
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
         """Implements `TokenToKVPool.store` by two indexed writes, not with the kernel table's
-        `store_kv`.
+        `store_kv`: key and value [T, kv_heads, head_dim] to KV slots int [T].
         """
         self.write_cells(layer_id, out_cache_loc, key, value)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Implements `TokenToKVPool.read_cells` by two indexed reads."""
+        """Implements `TokenToKVPool.read_cells` by two indexed reads: cells int [N] to two copies
+        [N, kv_heads, head_dim].
+        """
         pages, places = cells // self.page_size, cells % self.page_size
         keys, values = self._kv[layer_id]
         return keys.transpose(1, 2)[pages, places], values.transpose(1, 2)[pages, places]
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Implements `TokenToKVPool.write_cells` by two indexed writes."""
+        """Implements `TokenToKVPool.write_cells` by two indexed writes: keys and values [N,
+        kv_heads, head_dim] to cells int [N].
+        """
         where = cells // self.page_size, cells % self.page_size
         for held, new in zip(self._kv[layer_id], (keys, values), strict=True):
             held.transpose(1, 2)[where] = new.to(held.dtype)

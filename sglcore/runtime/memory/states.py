@@ -118,8 +118,9 @@ class StatePool:
         return self._states[layer_id]
 
     def changes(self, batch: ScheduleBatch) -> dict[str, NDArray]:
-        """Return the rows that a step moves, arrays by name, for `apply` and `copy_out` on the
-        device; empty if it moves none.
+        """Return the rows that a step moves, for `apply` and `copy_out` on the device: the arrays
+        int32[N] of `state_moves`, and with `poison` `state_entering`, the slots of new requests.
+        Empty if it moves none.
         """
         moves = state_moves(batch, self._max_requests)
         if self._poison:
@@ -127,7 +128,9 @@ class StatePool:
         return moves
 
     def apply(self, arrived: Mapping[str, Tensor]) -> None:
-        """Zero or restore the slots named by `changes`, before the forward. Does not wait."""
+        """Zero or restore the slots named by `changes`, before the forward. With `poison`, slots of
+        new requests are NaN first. Does not wait.
+        """
         entering, zeroed = arrived.get("state_entering"), arrived.get("state_zeroed")
         for state in self._tensors():
             if entering is not None:

@@ -55,7 +55,9 @@ class Halves:
         return self.terms.of_decode(batch.batch_size // width, width) or None
 
     def _planned_cut(self, plan: StepPlan) -> int | None:
-        """Return the planned split; None unless all shards with rows have enough of them."""
+        """Return the tokens of this shard's first micro-batch by the plan; None if the plan has no
+        cuts, or if a shard with rows has too few of them.
+        """
         least = self.terms.least_decode if plan.is_decode else self.terms.least
         if plan.cuts is None or any(0 < rows < least for rows in plan.global_num_tokens):
             return None

@@ -59,9 +59,10 @@ class Lane:
 def lane(
     config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
 ) -> Lane:
-    """Return the lane: INTERLEAVE if prompts run whole, it is configured, or the device or several
-    ranks allow no other; PRIORITY if configured; else PARTITION, or PRIORITY if the device cannot
-    be partitioned. `slice_ledger` records it.
+    """Return the lane: its kind, why, and streams if partitioned. The kind is INTERLEAVE if prompt
+    slices are off, if it is configured, or if the device has no streams or there are several ranks;
+    else PRIORITY if configured; else PARTITION, or PRIORITY if the device cannot be partitioned,
+    even if PARTITION is configured. `slice_ledger` records it.
 
     Raises ConfigError for an invalid slice setting.
     """

@@ -17,7 +17,7 @@ class CollectiveError(RuntimeError):
 
 
 class Handle(Protocol):
-    """A launched collective, whose result `wait` returns."""
+    """A launched collective; `wait` returns its result."""
 
     def wait(self) -> Tensor:
         """Return the result; can be called repeatedly.

@@ -55,7 +55,7 @@ class DraftSampling:
 
 
 def repeated(state: SamplingState, count: int) -> SamplingState:
-    """Return the state with each row repeated `count` times in place."""
+    """Return a new state in which each row occurs `count` times, one after another."""
     parts = {item.name: getattr(state, item.name) for item in fields(state)}
     return replace(
         state, **{name: part.repeat_interleave(count, 0) for name, part in parts.items() if isinstance(part, Tensor)}

@@ -28,7 +28,7 @@ def make_drafter(
     draft_heads: Sequence[ModelRunner] = (),
     slots: int = 1,
 ) -> Drafter:
-    """Return the drafter for requests in `slots` slots.
+    """Return the drafter for requests in `slots` slots, slot 0 included.
 
     `draft_runner` runs its model, if it has one; `draft_heads` run the layers after the first if
     each layer proposes one token.

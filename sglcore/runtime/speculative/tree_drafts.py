@@ -84,7 +84,7 @@ class CellBeams(AutoregressiveDrafter):
         return self
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Implements `Drafter.advance`: returns the tokens of a tree."""
+        """Implements `Drafter.advance`: returns the tokens of a tree, int32[R, `tokens`]."""
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:
@@ -153,7 +153,7 @@ class FrozenTreeDrafter(FrozenDrafter):
         self._depths = shape.depths_of_records(runner.token_table.last.device)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Implements `Drafter.advance`: returns the tokens of a tree."""
+        """Implements `Drafter.advance`: returns the tokens of a tree, int32[R, `tokens`]."""
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:

@@ -75,9 +75,8 @@ class InBatchPrefixes:
         return Awaited(leader, pages)
 
     def _common_pages(self, tokens: Ints, other: Ints) -> int:
-        """Return the number of pages of `tokens` that the cache will have once `other` is
-        prefilled.
-        """
+        """Return the number of leading pages of `tokens` that a request can take from the cache
+        once the prompt `other` is prefilled; at least one token stays to compute."""
         size, lookahead = self._memory.page_size, self._memory.cache.lookahead
         if not np.array_equal(tokens[:size], other[:size]):
             return 0

@@ -55,8 +55,7 @@ class PrefixProposals:
 
     def following(self, request: Request) -> list[int]:
         """Return up to `count` draft tokens for the request; empty if no cached page goes on after
-        its text.
-        """
+        its text, and for a prompt of embeddings."""
         if request.embeds is not None or request.node is None:
             return []
         standing, version = self._standing(request), self._memory.version
@@ -94,9 +93,8 @@ class PrefixProposals:
         return rest.tobytes()
 
     def _read(self, node: Node, begin: int) -> list[int]:
-        """Return the tokens of `node` from byte `begin` of its key, then those of the most recently
-        used pages after it.
-        """
+        """Return up to `count` token ids: those of `node` from byte `begin` of its key, then those
+        of the most recently used pages after it."""
         text, wanted, overlap = node.key[begin:], self._count * ID_BYTES, self._cache.lookahead * ID_BYTES
         while len(text) < wanted and (
             following := latest(node, node.key[len(node.key) - overlap :] if overlap else b"")
@@ -107,10 +105,9 @@ class PrefixProposals:
 
 
 def latest(node: Node, text: bytes) -> Node | None:
-    """Return the most recently used page below `node` that begins with `text`, the bytes of a key;
-    None if there is none. Pages in use come first, the newest of them before the others. Only the
-    MOST_LOOKED_AT newest pages are compared.
-    """
+    """Return the most recently used child of `node` that has `text` (bytes) as the beginning of its
+    key; None if there is none. Pages in use come first, the newest of them before the others. Only
+    the MOST_LOOKED_AT newest children are compared."""
     found, best = None, -1
     for child in islice(reversed(node.children.values()), MOST_LOOKED_AT):
         if child.key.startswith(text):

@@ -44,12 +44,13 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Pages that are free, or cached and unused."""
+        """Number of pages that are free, or cached and unused."""
         return self.pool.free + self.cache.num_unused
 
     @property
     def room(self) -> int:
-        """Pages that a request can still allocate."""
+        """Number of pages that a request can still allocate: `available`, at most the available
+        window pages if it takes one with each page."""
         return min(self.available, self.windows.available) if self.keeps_windows else self.available
 
     def pages_for(self, cells: int) -> int:
@@ -63,8 +64,8 @@ class Memory:
     def admit(self, request: Request, promised: int, promised_windows: int = 0) -> bool:
         """Admit the request: lock its cached prefix if the rest of its tokens fits after `promised`
         pages, and `promised_windows` window pages, are reserved. Returns False and changes nothing
-        otherwise. The request then has only the pages of the prefix; `grow` allocates the rest.
-        """
+        otherwise. The request then has only the pages of the prefix (none if it has embeddings or
+        lacks prompt log-probabilities); `grow` allocates the rest."""
         total = request.num_tokens
         known = self._match(request) if self.caches and request.embeds is None else []
         path = [] if request.scores_prompt else known[: self._shareable(known)]
@@ -166,9 +167,8 @@ class Memory:
         request.node = None
 
     def audit(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless each page, snapshot and window page has exactly one owner.
-        O(num_pages).
-        """
+        """Raise AssertionError unless each page, snapshot and window page has exactly one owner: it
+        is free, a cache node has it, or one of `holders`, all requests with pages. O(num_pages)."""
         holders, nodes = list(holders), self.cache.nodes()
         self.snapshots.audit(holders, nodes)
         self.windows.audit(holders, nodes)
@@ -213,9 +213,9 @@ class Memory:
 
     def _ends(self, request: Request, known: list[Node]) -> set[int]:
         """Return the page counts after which others should be able to continue from this request:
-        the end of its common prefix with other requests, and the last page that a request with the
-        same tokens could share.
-        """
+        the end of its common prefix with other requests (`known`: its cached nodes), and the last
+        page that a request with the same tokens could share. Counts that it can share from the
+        cache already are left out."""
         if not self.caches or request.embeds is not None:
             return set()
         last = (request.num_tokens - max(1, self.cache.lookahead)) // self.page_size
@@ -223,9 +223,9 @@ class Memory:
         return {pages for pages in (len(known), last) if pages > deepest}
 
     def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
-        """Publish pages, snapshots and window pages. Returns the pages for which the cache already
-        had one from another request.
-        """
+        """Publish the full pages among the first `cells` tokens, with snapshots and window pages.
+        Returns the request's pages for which the cache already had one from another request;
+        without `leaving`, none."""
         full = (min(cells, request.num_tokens) - self.cache.lookahead) // self.page_size
         duplicates = self._publish_pages(request, full, leaving)
         if request.snapshots:
@@ -235,9 +235,9 @@ class Memory:
         return duplicates
 
     def _publish_pages(self, request: Request, full: int, leaving: bool) -> list[int]:
-        """Publish pages from the request's last shared page on. Returns the duplicates, for a
-        request that leaves.
-        """
+        """Publish the request's pages from its last shared page up to page number `full`. At a page
+        that another running request has published it stops, or, if the request leaves, takes the
+        cache's and goes on; returns its own copies of such pages."""
         size, lookahead = self.page_size, self.cache.lookahead
         node, first = request.node, request.shared
         if full <= first or node is None:

@@ -53,8 +53,10 @@ class Snapshots:
         """Return the snapshot that receives the request's state in the step that ends at `end`
         tokens, a page multiple; 0 for none.
 
-        A snapshot that others wait for is allocated; otherwise the request's spare one is reused.
-        Prompts of embeddings save none: the prefix cache never matches them.
+        A snapshot that others wait for (`Request.cuts`) is allocated; one must be free or belong to
+        a node. Otherwise the request's spare one is reused; if it has none, one is allocated,
+        unless requests hold half of all snapshots (then 0). Allocating may take that of the least
+        recently used node. Prompts of embeddings save none: the prefix cache never matches them.
         """
         if request.embeds is not None:
             return 0
@@ -112,7 +114,9 @@ class Snapshots:
         request.spare = 0
 
     def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
-        """Raise AssertionError unless each snapshot has exactly one owner. O(nodes)."""
+        """Raise AssertionError unless each snapshot has exactly one owner: it is free, or belongs
+        to one of `nodes`, all those of the cache, or of `holders`, all requests with pages.
+        O(nodes)."""
         cached = {node.snapshot: node for node in nodes if node.snapshot}
         assert cached == self._nodes, f"nodes have {sorted(cached)}; wanted {sorted(self._nodes)}"
         held = [place for request in holders for place in request.snapshots.values()]
@@ -132,9 +136,8 @@ class Snapshots:
         return place
 
     def _take_spare(self) -> int:
-        """Return a snapshot for a request's own use, or 0. Half of all snapshots stay for shared
-        prefixes.
-        """
+        """Allocate a snapshot for a request's own use, perhaps that of a node, and return it; 0 if
+        requests hold half of all snapshots already."""
         held = self.num_places - self.free - self.cached
         return self._take() if 2 * held < self.num_places else 0
 

@@ -51,7 +51,7 @@ class Windows:
 
     @property
     def available(self) -> int:
-        """Pages that are free, or belong to a node and are unused."""
+        """Number of window pages that are free, or belong to a node and are unused."""
         return self._pool.free + len(self._unused)
 
     def first_seen(self, pages: int) -> int:
@@ -154,8 +154,7 @@ class Windows:
 
     def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
         """Raise AssertionError unless each page has exactly one owner and its users are counted.
-        O(pages).
-        """
+        `holders`: all requests with pages; `nodes`: all those of the cache. O(pages)."""
         holders = list(holders)
         cached = {node.window_page: node for node in nodes if node.window_page}
         assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"

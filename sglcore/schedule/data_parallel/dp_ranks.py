@@ -43,7 +43,7 @@ class Shards:
     """Several schedulers with the interface of one. Not thread-safe."""
 
     def __init__(self, limits: Limits, count: int, *, make: Callable[[Limits], Scheduler] = Scheduler) -> None:
-        """`limits` apply to each shard; `make` makes a shard's scheduler."""
+        """`limits` apply to each of the `count` shards; `make` makes a shard's scheduler."""
         self.limits = limits
         self.each = tuple(make(limits) for _ in range(count))
         self._room = max(1, limits.max_requests // ROOM)

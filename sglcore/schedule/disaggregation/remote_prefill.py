@@ -21,7 +21,8 @@ class RemotePrompts:
 
     @property
     def only_waits(self) -> bool:
-        """Whether all requests wait for another engine and no step is in flight."""
+        """Whether all requests wait for another engine and no step is in flight. Also True without
+        any request."""
         return not len(self._running.in_flight) and len(self._scheduler.requests) == self.arrivals.num_elsewhere
 
     def reserve(self) -> Request | None:

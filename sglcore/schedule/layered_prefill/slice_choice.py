@@ -40,9 +40,8 @@ class Slicing:
         return self.total > 0
 
     def room(self, running: RunningRequests) -> int:
-        """Return the tokens that the next step may have. While requests decode, a prompt chunk is
-        limited so that one layer of it fits in a slice.
-        """
+        """Return the maximum number of tokens of the next step. While requests decode, a prompt
+        chunk is limited so that one layer of it fits in a slice."""
         return self.pace.tokens(self._most) if self.is_on and running.rows.requests else self._most
 
     def begin(

@@ -33,8 +33,8 @@ async def flush_all(replicas: Iterable[Replica]) -> int:
 
 
 async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
-    """Pause all engines, or let them continue; waits. Raises NotAnswering, after the other replicas
-    have answered."""
+    """Pause all engines, or let them continue (`is_paused` false); waits. Raises NotAnswering,
+    after the other replicas have answered."""
     await _all(pause(replica, is_paused) for replica in replicas)
 
 

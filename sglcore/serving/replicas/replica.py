@@ -85,7 +85,8 @@ class Owner(Protocol):
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
         """Handle that the process of a replica ended without an order. Its requests are still in
         `generations`; calls that wait for an embedding or an order fail after this. `reason`: a
-        text for errors."""
+        text for errors; `exit_code`: the one that the engine reported before its end (`Failed`),
+        else 1."""
         ...
 
 

@@ -41,14 +41,15 @@ log = logging.getLogger("sglcore.serving")
 
 
 class Supervisor:
-    """All replicas of one model. `stopped` is set when no replica can run any more; `exit_code` is
-    then the server's.
+    """All replicas of one model. `stopped` is set when the server must end; `exit_code` is then the
+    server's.
 
     A replica that dies is restarted if there are several, or with the setting `restart`. Requests
-    of which the client has got nothing are retried on another replica, or wait; the others fail. A
-    replica is given up if it is not to be restarted, if its start fails with CONFIG_ERROR, or after
-    MOST_FAILED_STARTS failed starts in a row. That ends the server if no replica is left, or, so
-    that the user sees it at once, if the server has never been ready.
+    of which the client has got nothing are retried on another replica, or wait, until MOST_TRIES
+    engines have ended with them; the others fail. A replica is given up if it is not to be
+    restarted, if its start fails with CONFIG_ERROR, or after MOST_FAILED_STARTS failed starts in a
+    row. That ends the server if no replica is left, or, so that the user sees it at once, if the
+    server has never been ready.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Supervisor:
 
     @property
     def replaces(self) -> bool:
-        """Whether a replica that dies is restarted."""
+        """Whether replicas that die are restarted, as far as `RestartPolicy` allows."""
         return self._server.restart or self._server.replicas > 1
 
     async def start(self) -> None:
@@ -132,7 +133,8 @@ class Supervisor:
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
         """Return the embedding or the scores of a prompt, float32 as little-endian bytes; waits,
         also for a replica that is being restarted. If its engine dies, it is retried on another
-        one, on MOST_TRIES engines at most. Raises as `Replica.embed`, and NotReady."""
+        one, on MOST_TRIES engines at most. Parameters and errors are those of `Replica.embed`;
+        raises NotReady too."""
         died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
@@ -152,8 +154,8 @@ class Supervisor:
         return await audit_all(self._serving)
 
     async def pause(self, is_paused: bool) -> None:
-        """Pause all engines, later ones included, or let all continue; waits until they do so.
-        Raises NotAnswering if one does not answer in time; it does so later."""
+        """Pause all engines, later ones included, or let all continue (`is_paused` false); waits
+        until they do so. Raises NotAnswering if one does not answer in time; it does so later."""
         self.is_paused = is_paused
         await pause_all(self._serving, is_paused)
 
@@ -260,8 +262,8 @@ class Supervisor:
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
         """Implements `Owner.on_death`. If the replica is restarted, its requests of which the
-        client has got nothing are retried, and the others fail. If it is given up, the same happens
-        on the other replicas, or the server ends."""
+        client has got nothing are retried, as the class says, and the others fail. If it is given
+        up, the same happens on the other replicas, or the server ends."""
         self.deaths += 1
         self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])

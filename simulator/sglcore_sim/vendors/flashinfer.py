@@ -49,8 +49,10 @@ def plant(sim: Any) -> None:
 
 class PagedWrapper:
     """The base of the decode and the prefill wrapper: workspaces, page buffers, and a plan (the
-    rows' query offsets, then their lengths, int32) in the int workspace. `run` before `plan` raises
-    RuntimeError, another layout than NHD NotImplementedError, other wrong arguments ValueError."""
+    rows' query offsets, then their lengths, int32) in the int workspace. `run` before `plan` and an
+    int workspace too small for the plan raise RuntimeError, another layout than NHD
+    NotImplementedError, other wrong arguments ValueError.
+    """
 
     _sim: Any
     _window_left: int
@@ -314,7 +316,9 @@ def fast_decode_plan(
     dtypes; those arguments are ignored. In graph mode the caller writes the page buffers itself;
     otherwise the given tensors become the buffers. `global_override_indptr_cpu` is read in place of
     a copy of `indptr` to the host. Raises AttributeError before the first plan(), ValueError for
-    wrong lists."""
+    wrong lists, for another batch size in graph mode, and for a softcap where the first plan had
+    none or the reverse, and RuntimeError if the int workspace is too small.
+    """
     if not self._planned:
         raise AttributeError("'_cached_module': plan() must come before fast_decode_plan()")
     batch = len(last_page_len)

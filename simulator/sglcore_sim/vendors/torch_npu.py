@@ -172,7 +172,8 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Implement npu_add_rms_norm: return the norm of x1 + x2, its reciprocal root mean square
     (float32), and the sum, in the input's dtype. Raises RuntimeError if x1 and x2 differ in shape
-    or dtype."""
+    or dtype, and where `rms_norm` does.
+    """
     require("npu_add_rms_norm", {"two tensors of one shape and dtype": (x1.shape, x1.dtype) == (x2.shape, x2.dtype)})
     total = x1 + x2
     normed, scale = rms_norm(total, gamma, epsilon)
@@ -276,9 +277,11 @@ def sparse_attention(
     """Implement npu_sparse_flash_attention: attend to the listed rows of a sequence, up to the
     list's first -1, in the absorbed form of MLA, where the keys are also the values. query [batch,
     S, heads, 512] and key [batch, K, 1, 512] are extended by their rotary parts of 64.
-    `sparse_indices` [batch, S, 1, width] are positions in the row's own keys. Return the attention,
-    of the query's shape, and two empty tensors. A call beyond the operator's limits raises
-    RuntimeError, one that only this reference lacks NotImplementedError."""
+    `sparse_indices` [batch, S, 1, width] are positions in the row's own keys. The value, both
+    lengths and both rotary parts must be given (AssertionError). Return the attention, of the
+    query's shape, and two empty tensors. A call beyond the operator's limits raises RuntimeError,
+    one that only this reference lacks NotImplementedError.
+    """
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")
     given = actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope

@@ -98,8 +98,9 @@ def _projections(build: Build, net: CompressedConfig, compression: Compression |
 
 
 def _blocks(build: Build, compression: Compression, size: int) -> Layer:
-    """Return the projection of a token to its part in compressed rows of `size`: values and gates,
-    concatenated."""
+    """Return a layer: [T, H] to [T, 2 * series * size], each token's part in compressed rows of
+    `size` elements: values, then gates.
+    """
     channels = compression.series * size
     return build.fused((("kv_proj", channels), ("gate_proj", channels)), build.config.hidden_size)
 
@@ -114,7 +115,7 @@ def _index(build: Build, net: CompressedConfig, compression: Compression) -> Ind
 
 class LimitedExperts:
     """Routed experts plus a shared expert, with clamped factors. `is_hashed`: a table by token id
-    chooses the experts.
+    chooses the experts; False: the gate's scores choose them.
     """
 
     __slots__ = ("experts", "shared")

@@ -17,8 +17,9 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map the names of the shared expert; some checkpoints without routed experts call it
-        `mlp`."""
+        """Return the model's name of a tensor: the shared expert is `shared_mlp` (some checkpoints
+        without routed experts call it `mlp`), its `output_linear` is `down_proj`.
+        """
         name = super().own_name(name).replace(".mlp.", ".shared_mlp.")
         return name.replace(".shared_mlp.output_linear.", ".shared_mlp.down_proj.")
 

@@ -36,7 +36,8 @@ class GatedAttention:
 
 
 def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
-    """Yield, for each output of queries, keys, values, gates, the checkpoint's output.
+    """Yield, for each output in the order queries, keys, values, gates, its index in the
+    checkpoint's order (`q_proj`, `k_proj`, `v_proj`).
 
     In the checkpoint's query projection, each head's query comes before its gate. `size`: elements
     of a head; `keys`: outputs of `k_proj`, and as many of `v_proj`.
@@ -49,7 +50,8 @@ def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
 
 
 def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
-    """Yield, for each output of queries, keys, values, gates, b, a, the checkpoint's output.
+    """Yield, for each output in the order queries, keys, values, gates, b, a, its index in the
+    checkpoint's order (`in_proj_qkvz`, then `in_proj_ba`).
 
     The outputs of each projection in the checkpoint are grouped by key head.
     """

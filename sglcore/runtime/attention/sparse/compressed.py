@@ -41,9 +41,9 @@ class Completed:
     """The blocks that a forward completes, at most N: the arrays that the kernel table's
     `compress_plan` writes, int32.
 
-    For each block, `reads` [N, span] are its tokens' sources (the index of a token of this step, -2
-    - a row of the state, or -1 for none), `block_positions` [N] its first position, `out_rows` [N]
-    the row to store it at. `writes` [T] is each token's row in the state (0: not kept).
+    For each block, `reads` [N, span] are its tokens' sources (the index of a token of this step; -2
+    - r for row r of the state; -1 for none), `block_positions` [N] its first position, `out_rows`
+    [N] the row to store it at. `writes` [T] is each token's row in the state (0: not kept).
     """
 
     reads: Tensor
@@ -241,7 +241,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
 
 
 def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
-    """Return the maximum number of blocks that these tokens of these requests can complete."""
+    """Return the maximum number of blocks of `ratio` tokens that `num_tokens` tokens of
+    `batch_size` requests can complete.
+    """
     return min(num_tokens, num_tokens // ratio + batch_size)
 
 

@@ -153,8 +153,9 @@ def tree_expand(
     reached: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_expand`: write the candidates of one depth to `records` and
-    `sums` from number `first` on, and the beams of the next depth to `beams` and `reached`.
+    """Implement `KernelTable.tree_expand`: write the candidates of one depth to `records` int32
+    [2, B, M] (token, parent record; -1: the root) and `sums` from number `first` on, and the w with
+    the largest sums to `beams` int32 [3, B, w] (token, beam it grew from, record) and `reached`.
     """
     requests, width = reached.shape
     if not requests:
@@ -183,7 +184,8 @@ def tree_expand(
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor, tuning: Tuning = Tuning()) -> None:
     """Implement `KernelTable.tree_build`: write the nodes of each request's tree, the records with
-    the largest sums, to `tree` int32 [3, B, N - 1].
+    the largest sums, to `tree` int32 [3, B, N - 1]: token (-1: its sum is -inf), parent node (0:
+    the root), depth. `records` and `sums` are those of `tree_expand`, `depths` int32 [M] theirs.
     """
     requests, most = sums.shape
     if not requests:
@@ -210,8 +212,9 @@ def tree_place(
     proposals: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_place`: store the trees of B requests at their `slots` in
-    `trees`, and their tokens in `proposals`.
+    """Implement `KernelTable.tree_place`: store the trees of B requests (int32 [B, N - 1] each) at
+    their `slots`: the tokens in `proposals`, and in `trees` int32 [4, S, N] each node's parent,
+    depth minus number, ancestors' bits, and visibility word.
     """
     requests, nodes = slots.shape[0], trees.shape[2]
     if not requests:

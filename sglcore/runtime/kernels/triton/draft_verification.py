@@ -162,8 +162,10 @@ def place_proposals(
     owners: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.place_proposals`: write `ids`, `positions`, `seq_lens` and `owners` of
-    the tokens to verify, from the tables by slot `last`, `lengths` and `proposals`.
+    """Implement `KernelTable.place_proposals`: write `ids`, `positions`, `seq_lens` and `owners`
+    int32 [B * N] of the tokens to verify, from the tables by slot `last`, `lengths` and
+    `proposals`. A token at or past the request's limit, or its `nodes`, gets position 0 and owner
+    slot 0.
 
     One compiled kernel serves every number of draft tokens up to that of the table.
     """
@@ -199,8 +201,9 @@ def accept_proposals(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.accept_proposals`: compare the tokens `drawn` with `proposals`, write
-    the counts of accepted ones to `runs`, and update the tables by slot `last` and `lengths`.
+    """Implement `KernelTable.accept_proposals`: compare the tokens `drawn` with `proposals`, update
+    the tables by slot `last` and `lengths`, and write `runs` int32 [4, B]: accepted, verified, row
+    of the last accepted token (the root if none), new length.
 
     One compiled kernel serves every number of draft tokens up to that of the table.
     """
@@ -237,8 +240,10 @@ def tree_walk(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_walk`: write the accepted path of each request's tree to `path`
-    and its counts to `runs`, and update the tables by slot `last` and `lengths`.
+    """Implement `KernelTable.tree_walk`: write the accepted path of each request's tree, root
+    first, to `path` int32 [B, steps], update the tables by slot `last` and `lengths`, and write
+    `runs` int32 [4, B]: the path's draft tokens, verified ones, index of its last node in `path`,
+    new length.
 
     One compiled kernel serves every number of nodes up to that of `trees`.
     """

@@ -133,8 +133,8 @@ def gate_up_kernel(
     """Compute the first product of an MoE and its activation, for the tiles of `sort_kernel`: the
     row of each choice in `hidden` by the w13 of its expert to out [tiles * ROWS, SIZE].
 
-    CHOICES is K, `choices` T * K, SIZE is I. CLAMPED: the activation of `clamped_moe`, whose gate
-    and up rows are interleaved; otherwise silu(gate) * up, with the limit of `limited_moe` if
+    CHOICES is K, `choices` T * K, SIZE is I. CLAMPED: the activation of `clamped_moe`, for
+    interleaved gate and up rows; otherwise silu(gate) * up, with the limit of `limited_moe` if
     LIMITED. PACKED: `mxfp4_moe`; otherwise `s13` is not read. One program per tile and COLUMNS
     columns. Reads at least the w13 of each chosen expert once; above some hundred rows per expert
     the limit is the matrix unit.

@@ -267,7 +267,7 @@ class DrawKernels:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size parameters of every kernel over blocks."""
+        """The size parameters of every kernel over blocks, by name: BLOCK, COUNT and PADDED."""
         return {"BLOCK": self.block, "COUNT": self.best.shape[1], "PADDED": power_of_two(self.best.shape[1])}
 
     def narrow(self, cut: Tensor, limits: Tensor, weighted: bool) -> None:

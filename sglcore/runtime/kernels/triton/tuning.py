@@ -232,5 +232,5 @@ def power_of_two(size: int) -> int:
 
 
 def tiles(size: int, tile: int) -> int:
-    """Return how many tiles cover `size`."""
+    """Return how many tiles of `tile` elements cover `size` elements."""
     return triton.cdiv(size, tile)

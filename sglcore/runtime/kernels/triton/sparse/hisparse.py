@@ -139,9 +139,10 @@ def swap_in(
     counts: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.swap_in`: update `held`, `order` and `where` of the requests' slots in
-    place; write the device rows of the chosen entries to `rows`, and the copies that they need to
-    `loads` and `counts`.
+    """Implement `KernelTable.swap_in`: update the LRU cache of each request in place: the tables
+    `held` (the entry in each place), `order` (the places, least recently used first) and `where`
+    (the place of each entry). Write the device rows of the `chosen` entries to `rows` (-1: none
+    chosen), and the copies from the host that they need to `loads` and `counts`. Slot 0 is padding.
     """
     (requests, count), places = chosen.shape, held.shape[1]
     if not requests:

@@ -51,7 +51,7 @@ def index_logits_kernel(
     BIAS: tl.constexpr,
 ):
     """Implements `KernelTable.index_logits` with W = `width`; `slots` is its `token_slots`, `out`
-    its result.
+    its result. ROW is the elements from one row to the next of `keys`.
 
     One program per token and part: it computes every `parts`-th block of TOKENS rows. Reads at
     least the first `lens` keys of each token's request once for all heads, and writes `width`

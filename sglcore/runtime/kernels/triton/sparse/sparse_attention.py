@@ -92,7 +92,8 @@ def take_rows(
     `chosen`, and return its maximum, sum and weighted sum.
 
     With pages (PAGE > 0): with these rows of a request, by its page table `chosen`. `query` has the
-    elements of a head that are values too, `tail` the others (None: there are none).
+    elements of a head that are values too, `tail` the others (None: there are none). ROW is the
+    elements from one row to the next of `rows`.
     """
     for at in range(start, end, TOKENS):
         place = at + tl.arange(0, TOKENS)
@@ -162,13 +163,14 @@ def sparse_mqa_kernel(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Implements `KernelTable.sparse_mqa` and, with PAGE > 0, `paged_mqa`, whose table is `chosen`;
+    """Implements `KernelTable.sparse_mqa` and, with PAGE > 0, `paged_mqa` with the table `chosen`;
     `scale` includes log2(e). Writes out [T, HEADS, SPLITS, VALUES] and, if SPLITS > 1, the log2
     weights of the parts.
 
-    A row has MAIN elements, which include the values, then TAIL. One program per token, block of
-    QUERIES heads and split. Reads at least the rows in a token's lists, once for all heads: later
-    blocks of heads find them in the cache.
+    A row has MAIN elements, which include the values, then TAIL. ROW and MORE are the elements from
+    one row to the next of `rows` and `more_rows` (None: no second list). One program per token,
+    block of QUERIES heads and split. Reads at least the rows in a token's lists, once for all
+    heads: later blocks of heads find them in the cache.
     """
     BLOCKS: tl.constexpr = (HEADS + QUERIES - 1) // QUERIES
     token, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
@@ -258,7 +260,7 @@ def paged_mqa(
 def _block(tuning: Tuning, heads: int, itemsize: int) -> tuple[int, int]:
     """Return heads per program and rows per iteration.
 
-    Both are a quarter for float32, whose products need twice the registers and do not use the
+    Both are a quarter for float32: its products need twice the registers and do not use the
     matrix unit.
     """
     share = max(1, itemsize // 2) ** 2

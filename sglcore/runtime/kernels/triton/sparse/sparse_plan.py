@@ -264,8 +264,9 @@ def compress_plan(
     writes: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.compress_plan`: write which blocks this step completes to `reads`,
-    `block_positions` and `out_rows`, and the tokens' rows in the state to `writes`.
+    """Implement `KernelTable.compress_plan`: write which blocks this step completes to `reads`
+    int32 [N, W], `block_positions` and `out_rows` [N], and the tokens' rows in the state to
+    `writes` [T].
     """
     (events, span), rows, tokens = reads.shape, slots.shape[0], writes.shape[0]
     stride = 0 if state_table is None else state_table.stride(0)
