@@ -197,7 +197,7 @@ def attention(
     ledger.record(*refusals.rows())
 
     def make(found: Sequence[Attention], table: ReqToTokenPool, cells: KVPool, whom: str) -> AttentionBackend:
-        shape = shape_of(found, model.config.is_encoder)
+        shape = replace(shape_of(found, model.config.is_encoder), has_bounds=speculation is not None)
         if speculation is not None and speculation.tree is not None:
             shape = replace(shape, features=shape.features | {TREE_MASK})
 
@@ -269,6 +269,7 @@ def runner(
             eager_input_no_copy=config.eager_input_no_copy,
             is_narrow=facts.index_dtype == "int32",
             needs_host_lengths=facts.needs_host_lengths or attention.facts.needs_host_lengths,
+            needs_exact_lengths=facts.needs_host_lengths or attention.facts.needs_exact_lengths,
             reads_history=model.reads_history,
         ),
         extensions,

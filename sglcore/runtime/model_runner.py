@@ -62,7 +62,9 @@ class RunnerOptions:
     is_narrow: bool = False
     """No device tensor may hold 64-bit integers."""
     needs_host_lengths: bool = False
-    """No forward runs without exact lengths on the host, because graphs or attention need them."""
+    """No forward runs without lengths on the host, because graphs or attention need them."""
+    needs_exact_lengths: bool = False
+    """These lengths must be exact: upper bounds do not suffice."""
     reads_history: bool = False
     """The model reads the token history."""
 

@@ -113,6 +113,18 @@ def test_a_fitted_table_has_what_takes_the_calls_and_all_else_as_it_was() -> Non
     assert fitted(table, KernelTable.gelu, (HEADS,), refusals=None) is table
 
 
+def test_a_table_without_candidates_that_refuse_keeps_what_it_says_of_itself() -> None:
+    table = (
+        KernelTable()
+        .replace(rotary=Limited(vendor_rotary, whole))
+        .storing("float8_e4m3fnuz")
+        .refusing("a library was refused")
+    )
+    left = fitted(table, KernelTable.rotary, PARTLY, refusals=None)
+    assert left is not table
+    assert (left.refused, left.float8) == (table.refused, table.float8) != (KernelTable().refused, KernelTable().float8)
+
+
 def test_nothing_that_is_asked_can_read_a_value() -> None:
     def reads(x: Tensor) -> str:
         return "negative" if float(x.sum()) < 0 else ""

@@ -27,6 +27,10 @@ HEAD_DIMS = (64, 128)
 supports more."""
 MASK = 2048
 """Side length of the operator's compressed mask, which it shifts over the whole matrix."""
+ANY_MASK = 0
+"""The sparse mode in which the mask names each key of each request: bool [B, 1, keys], as wide as
+the pages of the table. Others measured it on the vendor's card (2026): with upper bounds as
+lengths, results and times are those of exact lengths."""
 RIGHT_DOWN_CAUSAL = 3
 """The sparse mode "causal" in which the last query sees the last key."""
 
@@ -41,11 +45,14 @@ class FusedPlan(AttentionPlan):
 
     A captured plan also keeps the `tasks` of its graph, and the operator's workspace for each
     (kv_heads, head_dim).
+    `mask`, in a decode of which `lengths` are upper bounds: bool[B, 1, pages * page_size], true for
+    the keys past a request's length on the device. None: `lengths` are exact.
     """
 
     pages: Tensor
     lengths: list[int]
     ends: list[int] | None = None
+    mask: Tensor | None = None
     tasks: list[Task] = field(default_factory=list)
     workspaces: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -67,12 +74,16 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         takes_stored=True,
         library="torch_npu",
         needs_host_lengths=True,
+        masks_bounds=True,
     )
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         ones = self.req_to_token_pool.page_table.new_ones(MASK, MASK, dtype=torch.bool)
         self._mask = ones.triu_(1)
+        pool = self.req_to_token_pool
+        self._places = torch.arange(pool.max_pages * pool.page_size, dtype=torch.int32, device=pool.page_table.device)
+        self._masks = self._mask[:0, :0]
 
     def plan(self, batch: ForwardBatch) -> FusedPlan:
         """Gather page table rows on the device, and read lengths from the host; does not wait. The
@@ -80,15 +91,29 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         assert batch.seq_lens_cpu is not None
         rows = len(batch.seq_lens_cpu)
         pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
-        generation = self.token_to_kv_pool.generation
-        return FusedPlan(self, generation, pages, batch.seq_lens_cpu.tolist(), query_ends(batch))
+        plan = FusedPlan(self, self.token_to_kv_pool.generation, pages, batch.seq_lens_cpu.tolist(), query_ends(batch))
+        if self.shape.has_bounds and plan.ends is None:
+            # The mask is as wide as the pages that the operator gets: those of the longest request.
+            size = self.req_to_token_pool.page_size
+            plan.pages = pages[:, : -(-max(plan.lengths, default=1) // size)].contiguous()
+            places = self._places[: plan.pages.shape[1] * size]
+            plan.mask = (places >= batch.seq_lens[:rows, None]).unsqueeze(1)
+        return plan
 
     def capture_plan(self, bucket: Bucket) -> FusedPlan:
         """Make a decode plan for `bucket.batch_size` requests with fixed page table rows, which
         `refresh` writes; lengths are 1 until then."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
-        return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size)
+        mask = self._shared_mask(size) if self.shape.has_bounds else None
+        return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size, mask=mask)
+
+    def _shared_mask(self, rows: int) -> Tensor:
+        """Return bool[rows, 1, cells] for a captured plan. All plans have views of one tensor,
+        because replays do not overlap; a plan of more rows than any before gets a new one."""
+        if len(self._masks) < rows:
+            self._masks = self._places.new_zeros(rows, len(self._places), dtype=torch.bool)
+        return self._masks[:rows, None]
 
     def refresh(self, plan: FusedPlan, batch: ForwardBatch) -> HostLengths:
         """Overwrite the plan's page table rows on the device and its lengths on the host; return
@@ -98,6 +123,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         plan.ends = query_ends(batch)
         rows = len(plan.pages) if plan.ends is None else len(plan.ends)
         plan.lengths = padded_lengths(batch, rows).tolist()
+        if plan.mask is not None:
+            torch.ge(self._places, batch.seq_lens[:rows, None, None], out=plan.mask)
         return HostLengths(plan.tasks, plan.lengths)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FusedPlan) -> Tensor:
@@ -107,7 +134,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         if plan.ends is not None:
             return self._extend(queries, plan, plan.ends, layer).view(q.shape)
-        call = self._call(queries[:, None], plan, layer, input_layout="BSND")
+        masked = {} if plan.mask is None else {"atten_mask": plan.mask, "sparse_mode": ANY_MASK}
+        call = self._call(queries[:, None], plan, layer, input_layout="BSND", **masked)
         if npu().is_current_stream_capturing():
             return self._captured(call, plan, layer).view(q.shape)
         if not len(queries):

@@ -37,7 +37,7 @@ from sglcore.conformance.target import Target
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
-from sglcore.runtime.attention.contract import AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.memory.pools import POOL_KINDS
@@ -52,6 +52,8 @@ CLAIMED = ((9, 1), (0, 12), (7, 5))
 """Requests, as (tokens before this step, new tokens), that run in each size that a backend says it
 takes."""
 
+HIDDEN = 30.0
+"""Keys and values that a row must not see, where NaN would be read and masked."""
 BEYOND = 5
 """The most tokens by which an upper bound of a length exceeds it."""
 
@@ -132,8 +134,10 @@ def _bounded(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | N
     those on the device, as in a speculative step that is queued before the previous one has
     decided. Returns the output; None if the device or the backend needs exact lengths."""
     view = probe.view
-    if needs_host_lengths or backend.facts.needs_host_lengths or view is None:
+    if needs_host_lengths or backend.facts.needs_exact_lengths or view is None:
         return None
+    if backend.facts.masks_bounds:
+        backend = _masking(backend)
     most = backend.req_to_token_pool.max_tokens
     bounds = {}
     for spec in host_arrays(type(view)):
@@ -142,6 +146,17 @@ def _bounded(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | N
             bounds[spec.name] = np.minimum(mirror + np.arange(len(mirror), 0, -1, dtype=np.int32) % BEYOND + 1, most)
     view = replace(view, **bounds)
     return _run_planned(backend, probe, view, backend.plan(view))
+
+
+def _masking(backend: AttentionBackend[Any]) -> AttentionBackend[Any]:
+    """Return a backend like this one for steps with upper bounds of lengths (`has_bounds`). KV
+    slots of the pool that hold NaN get large values instead: what the backend masks it may read,
+    and an engine keeps no NaN there."""
+    pool = backend.token_to_kv_pool
+    cells = torch.arange(pool.num_cells, dtype=torch.int64, device=backend.req_to_token_pool.page_table.device)
+    pool.write_cells(0, cells, *(part.nan_to_num(HIDDEN) for part in pool.read_cells(0, cells)))
+    shape = replace(backend.shape, has_bounds=True)
+    return type(backend)(shape, backend.req_to_token_pool, pool, backend.kernels, backend.hisparse)
 
 
 def _run_planned(backend: Any, probe: Probe, view: ForwardBatch, plan: AttentionPlan) -> Tensor:

@@ -58,13 +58,22 @@ class AttentionFacts:
     """The vendor's library whose functions it calls: a start tries them with one token, and takes
     the next backend if they fail. Empty: it calls none."""
     needs_host_lengths: bool = False
-    """Whether decode results depend on `seq_lens_cpu`, which must then be exact: with speculation
-    each step waits for the tokens accepted by the one before. If False, `plan` takes upper bounds
-    there, and `refresh` also a batch without `*_cpu` mirrors."""
+    """Whether decode results depend on `seq_lens_cpu`, which must then be exact (see
+    `masks_bounds`): with speculation each step waits for the tokens accepted by the one before. If
+    False, `plan` takes upper bounds there, and `refresh` also a batch without `*_cpu` mirrors."""
+    masks_bounds: bool = False
+    """With `needs_host_lengths`: upper bounds suffice if `AttentionShape.has_bounds`, because the
+    backend masks what lies between a row's length on the device and its bound. It may read these
+    KV slots: they hold older keys and values, or zeros."""
     takes_bounds: bool = True
     """Whether rows with exact lengths on the host get right results although those of other rows
     are upper bounds. Steps that verify draft tokens have such rows: those that are not verified,
     and all of a draft. Without it the backend is refused for speculation."""
+
+    @property
+    def needs_exact_lengths(self) -> bool:
+        """Whether upper bounds of lengths on the host give wrong results in decode steps."""
+        return self.needs_host_lengths and not self.masks_bounds
 
     def takes_layout(self, layout: str) -> bool:
         """Return whether the backend reads a pool of this layout."""
@@ -78,6 +87,8 @@ class AttentionShape:
     `num_heads` are the query heads of the layer that has most. `layers` has (kv_heads, head_dim) of
     each layer. `windows` and `softcaps` are the distinct values that occur (None: a layer without);
     `features` are those that the layers need. `is_encoder`: the model embeds and does not decode.
+    `has_bounds`: in decode steps the lengths on the host may be upper bounds, as in steps with
+    draft tokens.
     """
 
     num_heads: int
@@ -86,6 +97,7 @@ class AttentionShape:
     is_encoder: bool = False
     features: frozenset[str] = frozenset()
     softcaps: tuple[float | None, ...] = (None,)
+    has_bounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

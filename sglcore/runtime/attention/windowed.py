@@ -171,5 +171,6 @@ def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
         takes_stored=all(each.takes_stored for each in facts),
         layouts=(layout,),
         needs_host_lengths=any(each.needs_host_lengths for each in facts),
+        masks_bounds=not any(each.needs_exact_lengths for each in facts),
         takes_bounds=all(each.takes_bounds for each in facts),
     )

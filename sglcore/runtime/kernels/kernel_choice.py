@@ -84,7 +84,7 @@ def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals
     """
     chosen, held = choose(table, entry, call, refusals), table.candidates[entry.name]
     left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
-    return table if left == held else type(table)(**{**table.candidates, entry.name: left})
+    return table if left == held else table.narrowed(entry.name, left)
 
 
 def described_as(arg: object) -> Any:

@@ -492,6 +492,10 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         """
         return self._like(self, activation_bits=activation_bits)
 
+    def narrowed(self, name: str, candidates: tuple[Limited, ...]) -> Self:
+        """Return this table with only these candidates of the entry `name`; its attributes stay."""
+        return self._like(type(self)(**{**self.candidates, name: candidates}))
+
     def _like(self, other: Self, **changes: object) -> Self:
         """Return a table with the entries of `other`, and with this table's attributes except
         `changes`.

@@ -36,7 +36,7 @@ def make_drafter(
     if not DRAFT_KINDS[speculation.kind].has_model:
         return lookup_steps(speculation.kind).make(speculation.tokens)
     assert draft_runner is not None
-    sizes, is_exact = (speculation.tokens, speculation.tree), draft_runner.options.needs_host_lengths
+    sizes, is_exact = (speculation.tokens, speculation.tree), draft_runner.options.needs_exact_lengths
     return model_steps(speculation.kind).make(DrafterParts(*sizes, draft_runner, draft_heads, slots, is_exact))
 
 
@@ -65,9 +65,9 @@ def _against_overlap(speculation: Speculation, target: ModelRunner, draft: Model
     if not DRAFT_KINDS[speculation.kind].has_model and lookup_steps(speculation.kind).from_host:
         return f"{speculation.kind} proposes tokens on the host, which must know the text"
     for whose, runner in (("the target's", target), ("the draft's", draft)):
-        if runner is None or not runner.options.needs_host_lengths:
+        if runner is None or not runner.options.needs_exact_lengths:
             continue
-        names = [type(part).__name__ for part in runner.attn_backend.parts if part.facts.needs_host_lengths]
+        names = [type(part).__name__ for part in runner.attn_backend.parts if part.facts.needs_exact_lengths]
         what = f"{whose} {' and '.join(names)}" if names else "the device"
         return f"{what} needs exact lengths on the host, which the tokens accepted by the step before decide"
     return ""

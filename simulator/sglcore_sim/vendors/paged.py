@@ -104,17 +104,24 @@ def attend(
     causal: bool,
     left: int,
     softcap: float = 0.0,
+    hidden: Tensor | None = None,
 ) -> None:
     """Write the attention of q [T, heads, dim] to `out`, of the same shape; returns nothing. Each
     row is (first query, end, KV slots of its sequence), with slots as indices of k_cells and
     v_cells [slots, key heads, dim]; its queries are the last tokens of the sequence. If `causal`, a
     query does not see later tokens. It sees `left` earlier tokens (-1: all). A score times `scale`,
-    s, becomes softcap * tanh(s / softcap), unless `softcap` is 0. CPU tensors."""
-    for start, end, cells in rows:
-        out[start:end] = _row(q[start:end], k_cells[cells], v_cells[cells], scale, causal, left, softcap).to(out.dtype)
+    s, becomes softcap * tanh(s / softcap), unless `softcap` is 0. `hidden` bool [rows, keys]: no
+    query of row i sees the keys where hidden[i] is true; their values are multiplied by 0, so that
+    NaN stays NaN. CPU tensors."""
+    for row, (start, end, cells) in enumerate(rows):
+        unseen = None if hidden is None else hidden[row, : len(cells)]
+        parts = q[start:end], k_cells[cells], v_cells[cells]
+        out[start:end] = _row(*parts, scale, causal, left, softcap, unseen).to(out.dtype)
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, softcap: float) -> Tensor:
+def _row(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, softcap: float, hidden: Tensor | None
+) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     queries, keys, values = (x.to(torch.float32).transpose(0, 1) for x in (q, k, v))
     keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
@@ -127,6 +134,8 @@ def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int,
         scores = scores.masked_fill(positions > own, float("-inf"))
     if left >= 0:
         scores = scores.masked_fill(positions < own - left, float("-inf"))
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
     return (scores.softmax(-1) @ values).transpose(0, 1)
 
 

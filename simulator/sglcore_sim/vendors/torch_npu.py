@@ -72,6 +72,7 @@ def attention_out(
     if packed and sparse_mode != 3:
         raise NotImplementedError("this reference takes packed rows with the causal mask only (sparse_mode 3)")
     require(ATTENTION, {"an output of the queries' shape, contiguous": _is_like(out[0], query)})
+    hidden = None if packed else _mask_of_rows(atten_mask, sparse_mode, block_table, block_size)
     if packed:
         _check_mask(atten_mask)
         ends = [0, *_queries(actual_seq_lengths, actual_seq_lengths_kv, len(query))]
@@ -84,8 +85,25 @@ def attention_out(
         for row, (start, end) in enumerate(pairwise(ends))
         if end > start
     ]
-    attend(out[0].view(-1, heads, dim), query.reshape(-1, heads, dim), rows, keys, values, scale, packed, -1)
+    attend(
+        out[0].view(-1, heads, dim), query.reshape(-1, heads, dim), rows, keys, values, scale, packed, -1, hidden=hidden
+    )
     return out[0], out[1]
+
+
+def _mask_of_rows(mask: Tensor | None, sparse_mode: int, table: Tensor, block_size: int) -> Tensor | None:
+    """Return the mask of a decode as bool [rows, keys], true for keys that a row does not see; None
+    without one. Raises RuntimeError for a mask that is not [rows, 1, keys] over all pages of the
+    table, or another sparse mode than 0."""
+    if mask is None:
+        return None
+    wanted = {
+        "sparse_mode 0 with a mask of each row": sparse_mode == 0,
+        "a mask of bool, int8 or uint8": mask.dtype in (torch.bool, torch.int8, torch.uint8),
+        "a mask [rows, 1, pages of the table * block size]": mask.shape == (len(table), 1, table.shape[1] * block_size),
+    }
+    require(ATTENTION, wanted)
+    return mask[:, 0].bool()
 
 
 def _is_like(out: Tensor, query: Tensor) -> bool:

@@ -103,7 +103,7 @@ def test_whatever_proposes_changes_no_text(
     # each.
     engine, watched = check(proposers, plain, proposer, overlap=overlap, graph=graph, graph_buckets=(1, 2, 5))
     may_overlap = engine.worker.limits.can_overlap
-    waits = PROPOSERS[proposer].waits or any(each.options.needs_host_lengths for each in all_runners(engine))
+    waits = PROPOSERS[proposer].waits or any(each.options.needs_exact_lengths for each in all_runners(engine))
     assert may_overlap != waits and bool(engine.worker.limits.against_overlap) == waits
     assert watched.most == 1 + (overlap and may_overlap)
     assert not (PROPOSERS[proposer].waits and may_overlap)
