@@ -151,10 +151,12 @@ def _view_maker(batch_type: type[ForwardBatch]) -> Callable[[ForwardBatch], Forw
     values = list[str]()
     for spec in declared:
         if spec.split is Split.FRESH or spec.name in only_here:
-            continue
-        called = f"functions[{spec.name!r}](batch)"
-        values.append(f"{spec.name}={called if spec.name in functions else f'batch.{spec.in_window or spec.name}'}")
-    scope: dict[str, Any] = {"batch_type": batch_type, "functions": functions}
+            values.append("None")
+        elif spec.name in functions:
+            values.append(f"{spec.name}(batch)")
+        else:
+            values.append(f"batch.{spec.in_window or spec.name}")
+    scope: dict[str, Any] = {"batch_type": batch_type, **functions}
     exec(f"def view(batch):\n return batch_type({', '.join(values)})", scope)
     return scope["view"]
 
