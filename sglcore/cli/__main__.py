@@ -18,8 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (None: those of the process) and return its exit code, which
     is the command's own, except:
 
-    2: an error that a user can correct, printed in one line. 141, as in a shell: the reader of the
-    output has closed it. A full disk is printed as an error too. Other exceptions are raised.
+    2: an error that a user can correct, printed on the error stream. 141, as in a shell: the reader
+    of the output has closed it. A full disk is printed as an error too. Other exceptions are
+    raised.
     """
     try:
         code = _main(tuple(sys.argv[1:] if arguments is None else arguments))

@@ -1,6 +1,6 @@
 """The banner of a start: the device, the start-up decisions and their reasons.
 
-It is printed on the error stream, so that standard output holds only the generated text.
+It is printed on the error stream, so that it is not among the text on standard output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The commands `sglcore bench serve` and `sglcore bench offline`: one load, for a server or for an
 engine in this process.
 
-They print tables of the results, and can write JSON and a plot. If a request failed, the exit code
-is 1.
+They print tables of the results on standard output (banner and progress go to the error stream),
+and can write JSON and a plot to files. If a request failed, the exit code is 1.
 """
 
 from __future__ import annotations

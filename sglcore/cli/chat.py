@@ -57,7 +57,8 @@ def chat(
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Chat with a model. Each line is a message; /help lists the commands."""
+    """Chat with a model. Each line is a message; /help lists the commands. Answers go to standard
+    output; banner, statistics and errors go to standard error."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     fields = {name: value for name, value in given.items() if value is not None}
     here = engine_settings(settings)
@@ -177,6 +178,8 @@ class Interrupts:
 
 def talk(conversation: Conversation) -> None:
     """Read messages from standard input and print answers until the input ends or /quit; blocks.
+    An empty line is skipped; one with "/" first is a command, and one with "//" first a message
+    without the first "/".
 
     Errors of an answer are printed on the error stream, and the conversation continues. If the
     input is not a terminal, an error in any turn raises `typer.Exit` with the error's exit code at
@@ -234,10 +237,12 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    """Send a message, print the answer, and add both to the conversation.
+    """Send a message, print the answer, and add both to the conversation, the answer without its
+    reasoning.
 
-    A message without any text in answer is removed from the conversation. Errors of the source are
-    printed, not raised. Ctrl-C stops the answer; a second one raises `typer.Exit`.
+    A message without any text in answer (reasoning does not count) is removed from the
+    conversation. Errors of the source are printed on the error stream, not raised; the part of an
+    answer that came before one is kept. Ctrl-C stops the answer; a second one raises `typer.Exit`.
     """
     from sglcore.cli.chat_source import ContextFull
 
@@ -263,11 +268,11 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 
 def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
-    """Print the answer as it arrives, and add its pieces of text to `spoken`, without the
-    reasoning.
+    """Print the answer as it arrives, reasoning included, and add its pieces of text to `spoken`,
+    without the reasoning.
 
-    Returns a line with the number of tokens, the time to the first text, and the rate; "no text" if
-    there was none.
+    Returns, without printing it, a line with the number of tokens, the time to the first text, and
+    the rate; "no text" if there was none.
     """
     begin = time.perf_counter()
     times: list[float] = []

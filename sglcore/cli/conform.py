@@ -47,7 +47,7 @@ def conform(
     ] = None,
 ) -> None:
     """Run the conformance tests (laws) on a device and compare it with the reference. Arguments
-    after -- go to pytest."""
+    after -- go to pytest, and its exit code is the command's. With --table no test runs."""
     if table is not None:
         _show_table(table, into)
         return

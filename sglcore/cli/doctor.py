@@ -92,7 +92,8 @@ Examination = Callable[[], Iterable[Check]]
 
 
 def doctor(as_json: bool = False) -> None:
-    """Check this machine and print a remedy for each problem."""
+    """Check this machine and print what was found, with a remedy for each problem. The exit code is
+    1 if something will not run."""
     sys.exit(main(("--json",) if as_json else ()))
 
 

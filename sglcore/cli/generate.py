@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 def generate(
     model: options.ModelArgument = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help='Text to complete; "-" or no prompt reads standard input.')
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            help='Text to complete; "-" reads standard input. Default: standard input, unless it is a terminal.',
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message of the user.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 128,
@@ -43,7 +48,8 @@ def generate(
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Complete a prompt and stream the text; banner and statistics go to standard error."""
+    """Complete a prompt and stream the text to standard output, after the prompt itself (not with
+    --chat or --quiet); banner and statistics go to standard error."""
     params = _params(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -92,7 +92,8 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
 
 def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
     """Hold ranks of the model for the server on node 0 until it stops, and return the exit code of
-    this process."""
+    this process. Prints one line on standard output unless `quiet`; the log goes to the error
+    stream."""
     import logging
 
     from sglcore.engine.ranks.host_process import Node, Stopping, follow
@@ -155,8 +156,9 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool = False) -> None:
-    """Wait until the model is loaded, printing the progress, then print the server's address and
-    the banner; if loading fails, print the reason.
+    """Wait until the model is loaded, then print the server's address and endpoints on standard
+    output. The progress before and the banner after go to the error stream, and so does the reason
+    if loading fails. `quiet`: only the address, or that reason.
 
     If the output cannot be written, that is logged and the server continues.
     """

@@ -102,7 +102,8 @@ def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     engines converted.
 
     `settings` is what a command of `with_settings` receives. Raises ConfigError if two flags
-    contradict each other or set the same setting, and for invalid JSON in one.
+    contradict each other, if two set the same setting of speculation (also to the same value), and
+    for JSON that is invalid or has an unknown key. Values are not checked.
     """
     given = settings or {}
     found = {**split_settings(given, EngineConfig), **_speculative(given)}
@@ -143,7 +144,8 @@ def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
     of other engines; {} if none was given.
 
     With --draft-width above 1, NODES_FLAG sets `draft_tokens`, and the other flag for it then sets
-    `draft_depth`. Raises ConfigError for invalid JSON, and for a setting that two flags give.
+    `draft_depth`. Raises ConfigError for JSON that is invalid or has an unknown key, and for a
+    setting that two flags give, also if they give the same value. Values are not checked.
     """
     given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
     if settings.get("draft_width", 1) > 1 and settings.get(_NODES) is not None:

@@ -166,7 +166,7 @@ class EngineConfig:
     snapshot_memory: int | None = setting(
         None,
         "Memory per device for saved states of recurrent layers, from which prefix-cache hits"
-        " and preempted requests continue, in bytes, such as 1G. Only for models with such layers."
+        " and preempted requests continue, in bytes, such as 1G. No effect on models without such layers."
         " Default: 4 states for each running request, or less in little memory.",
         is_memory=True,
     )

@@ -127,7 +127,9 @@ class ServerConfig:
         "Seconds that an engine process may take to release its device at shutdown; then it is killed. Default: 10.",
     )
     restart: bool = setting(
-        False, "Restart an engine process that died. Default: off for one replica; several are always restarted."
+        False,
+        "Restart an engine process that died. Default: off. No effect with several replicas, which are always"
+        " restarted.",
     )
     heartbeat_timeout: float = setting(
         20.0,
@@ -163,7 +165,7 @@ class ServerConfig:
     pages_address: str | None = setting(
         None,
         "HOST:PORT on which a prefill engine serves KV pages; each further replica takes"
-        " the next port. Only with --role prompt, which needs it.",
+        " the next port (port 0: a free one each). Only with --role prompt, which needs it.",
     )
     pages_secret: str | None = setting(
         None,

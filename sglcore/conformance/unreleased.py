@@ -1,5 +1,6 @@
-"""Resources that closed devices still hold: bytes where torch counts them, else objects of their
-starts that are still alive."""
+"""Counters that show whether closing a device frees everything: what the process holds, to compare
+before a start and after the close. Bytes of tensors on the torch runtime, on the CPU too; otherwise
+the number of objects of bring-ups that are still alive."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def without_hidden(contents: Contents) -> Contents:
 class Probe:
     """Stands in for a runner's model: a callable from a batch to the output of one attention layer
     on the contents' queries, keys and values, under the runner's own plan and context. `view` is
-    the batch of the last call."""
+    the batch of the last call, None before the first."""
 
     def __init__(self, layer: BackendAttention, contents: Contents, device: str, dtype: torch.dtype) -> None:
         parts = (contents.queries, contents.new(contents.keys), contents.new(contents.values))

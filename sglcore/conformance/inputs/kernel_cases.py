@@ -78,7 +78,8 @@ def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> In
 
 def _argument(shape: str, drawn: Draw, tokens: int, strided: bool) -> Any:
     """Return a random argument for a shape such as "T 2I": T is the number of rows, other letters a
-    fixed size, "2I" twice that; with a star at the end, float32."""
+    fixed size, "2I" twice that; with a star at the end, float32 that narrower dtypes cannot
+    represent (not if it begins with T). `strided` has an effect on "T SIZE" only."""
     sizes = [math.prod(_size(part, tokens) for part in re.findall(r"\d+|[A-Z]", size)) for size in shape.split()]
     if not shape.startswith("T"):
         values = drawn.values(*sizes) * (WEIGHT if len(sizes) > 1 else 1)

@@ -341,8 +341,8 @@ def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[T
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.causal_conv`, for at most `tokens` rows drawn from
-    `drawn`: convolutions that reach three tokens back, and two. `strided`: rows are slices of wider
-    rows."""
+    `drawn`: convolutions that reach three tokens back, and two, each for all rows of
+    `rows_of_states`. `strided`: rows are slices of wider rows."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False)):
         for count, size, rows in rows_of_states(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
@@ -351,8 +351,8 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.gated_delta_rule`, for at most `tokens` rows drawn
-    from `drawn`: fewer query heads than value heads, then the same number of both. `strided`: rows
-    are slices of wider rows."""
+    from `drawn`: fewer query heads than value heads, then the same number of both, each for all
+    rows of `rows_of_states`. `strided`: rows are slices of wider rows."""
     for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
         for count, size, rows in rows_of_states(drawn, tokens):
             qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)
@@ -363,7 +363,7 @@ def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Yield tuples of arguments of `KernelTable.selective_scan`, for at most `tokens` rows drawn
     from `drawn`: two groups of heads with a limit that cuts the time step, and one group without a
-    limit. `strided`: rows are slices of wider rows."""
+    limit, each for all rows of `rows_of_states`. `strided`: rows are slices of wider rows."""
     for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
         for count, size, rows in rows_of_states(drawn, tokens):
             xbc, dt = (

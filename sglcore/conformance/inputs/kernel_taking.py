@@ -59,8 +59,8 @@ class Taking:
     @contextmanager
     def watched(self, case: KernelCase, table: KernelTable) -> Iterator[None]:
         """Context manager around the call of the case on `table`: raises LawBroken at its end if
-        the candidate that ran has passed the case to a later candidate. Only watched cases are
-        observed, and not those of entries in HANDS_ON."""
+        the candidate that ran has passed the case to a later candidate or to the reference. Only
+        watched cases are observed, and not those of entries in HANDS_ON."""
         own, *behind = table.candidates[self._entry.name]
         others = {code_of(self._entry.reference), *(code_of(each.function) for each in behind)} - {
             code_of(own.function)

@@ -27,8 +27,8 @@ def make_state(
     """Return the sampling state of a host batch of B rows, on the device of positions int32 [B].
     Waits for the copy.
 
-    `needs` may be wider than the batch's own (None), as for a captured graph. Raises ValueError if
-    the batch needs penalties and `penalties` is None.
+    `needs` may be wider than the batch's own (None: those), as for a captured graph. Raises
+    ValueError if these needs include penalties and `penalties` is None.
     """
     needs = needs or batch.needs
     if needs.any_penalty and penalties is None:
@@ -40,9 +40,9 @@ def make_state(
 def make_penalties(
     batch: SamplingBatch, history: Tensor, lengths: Tensor, vocab_size: int, all_rows: bool = False
 ) -> PenaltyState:
-    """Return the penalties of a host batch, with its tokens counted. history int32 [R, L] and
-    lengths int32 [R] have the rows of batch.penalty_rows(), in order; with `all_rows`, all rows of
-    the batch."""
+    """Return the penalties of a host batch, with its tokens counted, on the device of `history`.
+    history int32 [R, L] and lengths int32 [R] have the rows of batch.penalty_rows(), in order; with
+    `all_rows`, all rows of the batch."""
     parts = _upload(penalty_arrays(batch, all_rows), history.device)
     rows = None if all_rows else parts["penalty_rows"].long()
     return count_penalties(place_penalties(parts, rows), history, lengths, vocab_size)

@@ -51,7 +51,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id on its own host; 0 until another host has reported it."""
         ...
 
     def poll(self) -> int | None:
@@ -65,7 +65,8 @@ class RankProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process at once, without waiting for its end. Idempotent."""
+        """End the process at once, without waiting for its end. A process on another host: tell
+        that host to end all its ranks, without waiting. Idempotent."""
         ...
 
 

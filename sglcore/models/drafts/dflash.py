@@ -106,7 +106,7 @@ def is_dflash(names: Collection[str]) -> bool:
 
 
 def dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `DFlashDraftModel` needs in addition to the configuration:
+    """Return further entries for the configuration's `words`, which `DFlashDraftModel` reads:
     `aux_layers`, `block_size`, `mask_token_id` and `target_hidden_size`.
 
     Raises ConfigError for sliding-window layers and for a draft that does not fit the target.

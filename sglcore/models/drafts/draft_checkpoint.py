@@ -42,8 +42,8 @@ class DraftCheckpoint:
     is_in: Callable[[Collection[str]], bool]
     """Whether tensors of these names are a draft of this kind. True for one kind at most."""
     words: Callable[[ModelConfig, Shapes, Architecture], dict[str, Any]]
-    """The words that the class needs in addition to the configuration. Raises ConfigError for a
-    draft that does not fit the target."""
+    """Returns further entries for the configuration's `words`, which the class reads. Raises
+    ConfigError for a draft that does not fit the target."""
     shared: Callable[[Shapes], Mapping[str, str]] = shares_both
     """From the shapes of the draft's tensors, the target's parts that the draft uses: the draft's
     name of each, and EMBEDDING or HEAD."""

@@ -31,7 +31,8 @@ class Drafts(CausalLM):
     aux_layers: tuple[int, ...] = ()
 
     def project(self, features: Array) -> Array:
-        """Return the features [T, F] of a batch, from the target's output for its tokens."""
+        """Return the features [T, F] of a batch, from the target's output for its tokens: here
+        that output, unchanged."""
         return features
 
 
@@ -51,7 +52,8 @@ class NoNorm:
 class EagleForCausalLM(Drafts, LlamaForCausalLM):
     """Llama's layers without the norm before the first layer and without the last norm.
 
-    `words["fc_bias"]` of the configuration: whether `fc` has a bias.
+    `fc` maps each token's embedding and the features of the token before, [T, 2 * H], to [T, H].
+    `words["fc_bias"]` of the configuration: whether it has a bias.
     """
 
     def __init__(self, build: Build) -> None:
@@ -85,7 +87,7 @@ def is_eagle(names: Collection[str]) -> bool:
 
 
 def eagle_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `EagleForCausalLM` needs in addition to the configuration:
+    """Return a further entry for the configuration's `words`, which `EagleForCausalLM` reads:
     `fc_bias`.
     """
     return {"fc_bias": "fc.bias" in shapes}

@@ -65,7 +65,8 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
     - `has_input_norm`: one norm over all these features before `fc`.
     - `has_fc_norm`: one norm for the features of each layer before `fc`.
     - `draft_vocab_size`, `has_d2t`: the draft's own vocabulary and its map to the target's.
-    - `norm_output`: the draft's own features are normed.
+    - `norm_output`: the draft's own features are normed. It and `norm_before_residual` (see
+      `Eagle3Layer`) are the checkpoint's own words; `eagle3_words` makes the others.
     """
 
     def __init__(self, build: Build) -> None:
@@ -147,7 +148,9 @@ def shared(shapes: Shapes) -> Mapping[str, str]:
 
 
 def eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `Eagle3ForCausalLM` needs in addition to the configuration.
+    """Return further entries for the configuration's `words`, which `Eagle3ForCausalLM` reads:
+    `aux_layers`, `target_hidden_size`, `has_input_norm`, `has_fc_norm`, `draft_vocab_size` and
+    `has_d2t`.
 
     Raises ConfigError for a draft that does not fit the target.
     """

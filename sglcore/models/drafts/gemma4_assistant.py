@@ -146,7 +146,8 @@ def shared(shapes: Shapes) -> Mapping[str, str]:
 
 
 def frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `Gemma4AssistantForCausalLM` needs in addition to the configuration.
+    """Return further entries for the configuration's `words`, which `Gemma4AssistantForCausalLM`
+    reads: `frozen_cells` and `token_groups`.
 
     Each sliding-window layer reads the KV slots of the target's last sliding-window layer, each
     other layer those of the target's last layer without a window. Raises ConfigError for a draft

@@ -104,7 +104,8 @@ def next_token_config(config: ModelConfig, names: Names, prefixes: tuple[str, ..
     """Return the configuration of a model's MTP layers, from that of the model: one layer for each
     of `prefixes`, each with the sliding window of the model's last layer and, if the model has
     experts, with experts. In `words` its layer and indexer types are full; `words` also have
-    `names`, `prefixes` and the model's architecture.
+    `names` (key NAMES), `prefixes` (key PREFIXES) and the model's architecture
+    ("target_architecture").
     """
     count = len(prefixes)
     moe = None if config.moe is None else replace(config.moe, layers=(True,) * count)

@@ -1,6 +1,6 @@
 """Breakable graphs: prefill as captured segments with eager attention in between.
 
-Decode steps are full graphs.
+The same backend captures decode steps, as full graphs.
 """
 
 from __future__ import annotations

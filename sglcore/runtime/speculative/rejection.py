@@ -4,6 +4,9 @@ Draft tokens are drawn from the draft's distributions with separate noise, and a
 so that the output has the target's distribution. By token: accept X with min(1, p(X) / q(X)), else
 draw from (p - q)+ (arXiv 2211.17192). By block: the longest prefix accepted by its own random
 number (arXiv 2403.10444), which accepts at least the same number of tokens.
+
+These are the two optional rules of acceptance, `rejection` and `block`; the default, `coupled`, is
+in `verify_worker.py`.
 """
 
 from __future__ import annotations

@@ -126,9 +126,11 @@ class TreeRecords:
 
 
 class CellBits:
-    """One bit for each KV slot after those of the text, and visibility words made from such bits.
+    """One bit for each of at most 32 KV slots after those of the text, and visibility words made
+    from such bits.
 
-    Bits are int32[cells].
+    `own` int32[cells] has bit i set for slot i, and `places` int32[cells] is i. `words` moves a set
+    of such bits to the form of `ForwardInputs.visible`, in which the row's own bit is the highest.
     """
 
     def __init__(self, cells: int, device: torch.device) -> None:
@@ -142,7 +144,8 @@ class CellBits:
         of the text.
 
         The rows see the KV slots of bits `seen` int32[R, n] and all KV slots of the text. The row's
-        own bit becomes the highest bit of its word.
+        own bit becomes the highest bit of its word. The bits below that of slot 0 stand for the
+        last KV slots of the text and are all set.
         """
         return (seen << (31 - self.places[cells])).bitwise_or_(self._before[cells])
 

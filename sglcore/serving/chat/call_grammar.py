@@ -52,8 +52,9 @@ def call_grammar(
 
     `sample`: calls that the checkpoint's template wrote; `functions`: objects with `name` and
     perhaps `parameters`, a JSON schema; `added`: ids of added tokens by text; `follows_reasoning`:
-    white space may come first. Raises GrammarError for parameters that cannot be enforced, and for
-    an answer that cannot be told apart from calls.
+    white space may come first. Raises GrammarError for parameters that cannot be enforced, for an
+    `answer` of another kind than a JSON schema, a JSON object or a regex, and for any `answer` if
+    the calls begin like JSON.
     """
     literal = _Literals(added)
     if answer is not None and _before(family, sample.one)[0].startswith(("{", "[")):

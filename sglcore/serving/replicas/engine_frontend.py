@@ -109,7 +109,8 @@ class Frontend:
 
     def when_draining(self, told: Callable[[], object]) -> None:
         """Register `told`, which is called once on the event loop when the server begins to drain,
-        to end work that no client waits for, such as batches."""
+        to end work that no client waits for, such as batches. Registered later, it is never
+        called."""
         self._on_drain.append(told)
 
     async def drain(self) -> None:

@@ -41,7 +41,8 @@ def unenforced(field: str, grammar: Grammar | None) -> list[Unenforced]:
 
 class AnswerCheck:
     """The check of one request's samples against the parts of its schemas that are not enforced:
-    `look` checks an ended sample; `names` lists the parts, with the findings so far."""
+    `look` checks a sample that ended by itself; `names` lists all parts, each with what was found
+    against it so far: a violation, or why it could not be checked."""
 
     def __init__(self, checks: AnswerChecks, parts: Sequence[Unenforced]) -> None:
         """`parts`: at least one. Without the library for checks, samples are not checked, and

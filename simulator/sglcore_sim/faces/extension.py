@@ -66,7 +66,8 @@ class Stream(module.StreamBinding):
 
 class Capturing:
     """A context in which the graph `made` captures the given stream, which is current inside; None:
-    a stream that all such contexts share. The host waits for the device first."""
+    a stream that all such contexts share. The host waits for the device first, and frees the memory
+    that its allocator keeps unused."""
 
     default_capture_stream = None
 

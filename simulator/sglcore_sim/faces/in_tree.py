@@ -26,8 +26,9 @@ class StreamBinding(module.StreamBinding):
 
 
 class GraphBinding(module.GraphBinding):
-    """The base of torch's own graph classes, as `torch._C` has it; `keep_graph` and debug calls
-    have no effect."""
+    """The base of torch's own graph classes, as `torch._C` has it. `keep_graph`, `instantiate`,
+    `register_generator_state` and `enable_debug_mode` have no effect; `debug_dump` writes the
+    graph's nodes to a file."""
 
     def __new__(cls, keep_graph: bool = False) -> Any:
         return super().__new__(cls)

@@ -44,7 +44,7 @@ class EventBinding(torch.Event):
 
     @property
     def address(self) -> int:
-        """The native handle, which each vendor's class has under another name; 0 until it is
+        """The native handle, which each vendor's class has under another name; 0 until the event is
         recorded."""
         return self.event_id or 0
 
@@ -145,7 +145,8 @@ def properties_of(sim: Any, fields: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def torch_names(sim: Any) -> dict[str, Any]:
-    """Return, by name, the functions that torch itself requires of a device's module."""
+    """Return, by name, the functions that torch itself requires of a device's module. Those of the
+    random state get and set that of the CPU's generator, whatever the device."""
     return {
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,

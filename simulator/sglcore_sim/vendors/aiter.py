@@ -24,8 +24,10 @@ PARTITION = 256
 
 
 def plant(sim: Any) -> None:
-    """Make `import aiter` in this process return a new module with the two references, bound to the
-    simulator `sim`."""
+    """Make `import aiter` in this process return a new module with the references of
+    `paged_attention_v1` and `mha_batch_prefill_func`, bound to the simulator `sim`. For a call
+    beyond its limits the first raises ValueError, the second RuntimeError. Options that they do not
+    use are ignored."""
     plant_module(
         "aiter", **{each.__name__: partial(each, sim) for each in (paged_attention_v1, mha_batch_prefill_func)}
     )

@@ -13,7 +13,8 @@ from sglcore_sim.vendors.paged import flash_attention, plant_module
 def plant(sim: Any) -> None:
     """Make `import flash_attn_interface` in this process return a new module with the reference of
     `flash_attn_with_kvcache`, bound to `sim`. It takes paged caches with lengths and query offsets
-    only, and raises NotImplementedError otherwise."""
+    only, and raises NotImplementedError otherwise, RuntimeError for a call beyond the library's
+    limits. Options that it does not use are ignored."""
 
     def flash_attn_with_kvcache(
         q: Tensor,

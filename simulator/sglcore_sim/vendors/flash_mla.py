@@ -22,8 +22,9 @@ LOG2_E = 1.4426950408889634
 
 
 def plant(sim: Any) -> None:
-    """Make `import flash_mla` in this process return a new module with `has_legacy` and the
-    reference of `flash_mla_sparse_fwd`, bound to `sim`."""
+    """Make `import flash_mla` in this process return a new module with `has_legacy` (always True)
+    and the reference of `flash_mla_sparse_fwd`, bound to `sim`, which raises RuntimeError for a
+    call beyond the library's limits."""
     given = {each.__name__: partial(each, sim) for each in (flash_mla_sparse_fwd,)}
     plant_module("flash_mla", has_legacy=has_legacy, **given)
 

@@ -197,8 +197,9 @@ def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Te
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """The wrapper for decode: one query token per row, q [batch, heads, dim]. Its methods have the
-    library's signatures; `run` returns the attention as one tensor of q's shape. Options that the
-    reference does not use are ignored."""
+    library's signatures; options of `plan` must be given by name (else TypeError). `run` returns
+    the attention as one tensor of q's shape, also with `return_lse`. Options that the reference
+    does not use are ignored."""
 
     def __init__(
         self,
@@ -339,7 +340,8 @@ def fast_decode_plan(
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """The wrapper for prefill: any number of query tokens per row, packed, q [tokens, heads, dim].
     Its methods have the library's signatures; `run` returns the attention as one tensor of q's
-    shape. Options that the reference does not use are ignored."""
+    shape, also with `return_lse`. Options that the reference does not use are ignored, custom masks
+    included."""
 
     def __init__(
         self,

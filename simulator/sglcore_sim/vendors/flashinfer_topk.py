@@ -38,8 +38,10 @@ def top_k_page_table_transform(
     -1. `input` [rows, N] has the scores; only the first `lengths[row]` of a row are read. A
     position's cache row is its page in `src_page_table` (by row, or by `row_to_batch`) times
     `page_size` plus its place in the page. The library leaves the order open; here the last
-    position comes first. `out` is written and returned; `out_raw_indices` gets the positions. Wrong
-    arguments raise ValueError, row starts NotImplementedError."""
+    position comes first. Among equal scores at the limit the last positions are taken, or the first
+    if `tie_break` is 1; `deterministic` is ignored. `out` is written and returned;
+    `out_raw_indices` gets the positions. Wrong arguments raise ValueError, and so does a `k` above
+    2048 with `dsa_graph_safe`; row starts raise NotImplementedError."""
     if row_starts is not None or page_table_row_starts is not None:
         raise NotImplementedError("this reference takes whole rows only")
     rows = len(input)

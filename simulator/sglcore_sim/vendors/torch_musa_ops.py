@@ -20,7 +20,8 @@ def plant(sim: Any) -> None:
     """Make `import mate` and `import flash_attn_interface` in this process return new modules with
     the reference of `flash_attn_with_kvcache`, bound to `sim`. It takes paged caches with lengths
     and query offsets only and raises NotImplementedError otherwise; pages of other than 1, 16 or 64
-    tokens raise RuntimeError."""
+    tokens, and calls beyond the other limits, raise RuntimeError. Options that it does not use are
+    ignored."""
 
     def flash_attn_with_kvcache(
         q: Tensor,

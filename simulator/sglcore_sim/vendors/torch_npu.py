@@ -63,8 +63,10 @@ def attention_out(
     pages of a block table. It writes the attention to out[0] and returns both tensors of `out`;
     out[1] stays as it is. Layout BSND: decode, query [rows, 1, heads, dim]. TND: packed rows with
     the causal mask (sparse_mode 3), query [tokens, heads, dim]; `actual_seq_lengths` are their
-    ends. `actual_seq_lengths_kv`: each row's number of keys. A call beyond the operator's limits
-    raises RuntimeError, one that only this reference lacks NotImplementedError."""
+    ends. `actual_seq_lengths_kv`: each row's number of keys; it and `block_table` must be given.
+    Without them, in another layout (the default included), or in TND with another sparse mode, it
+    raises NotImplementedError; a call beyond the operator's limits raises RuntimeError. Further
+    options are ignored."""
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
     packed = input_layout == "TND"
@@ -213,7 +215,8 @@ def rotary_mul(
 ) -> Tensor:
     """Implement npu_rotary_mul: return input * r1 + (-second, first) * r2 for the halves of each
     head of `input` [B, S, N, D]. r1 and r2 are cos and sin [B or 1, S, 1 or N, D]. Raises
-    RuntimeError beyond the operator's limits, and for another mode than "half"."""
+    RuntimeError beyond the operator's limits, and for another mode than "half"; `rotate` is
+    ignored."""
     four = all(x.dim() == 4 for x in (input, r1, r2))
     wanted = {
         "four dimensions in the mode 'half'": four and rotary_mode == "half",
@@ -244,7 +247,8 @@ def scatter_pa_kv_cache(
     """Implement npu_scatter_pa_kv_cache: write the rows of key and value [rows, heads, dim] in
     place to the KV slots `slot_mapping` of pages [pages, size, heads, dim] in the plain layout, in
     the dtypes that an A2 or A3 supports. Raises NotImplementedError for another `cache_mode` than
-    "Norm" or None, the default included, and RuntimeError for wrong shapes or dtypes."""
+    "Norm" or None, the default included, and RuntimeError for wrong shapes or dtypes. The other
+    options are ignored."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
     parts = (key, value, key_cache, value_cache)
@@ -267,9 +271,9 @@ def scatter_pa_kv_cache(
 def format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Implement npu_format_cast: return a copy with the same values; the device's internal layout
-    is not simulated. To FRACTAL_NZ it raises RuntimeError unless the dtype is a half precision and
-    the last two sizes are multiples of 16."""
+    """Implement npu_format_cast: return a copy with the same values and dtype (both dtype options
+    are ignored); the device's internal layout is not simulated. To FRACTAL_NZ it raises
+    RuntimeError unless the dtype is a half precision and the last two sizes are multiples of 16."""
     if acl_format == FRACTAL_NZ and (input.dtype not in HALF or any(size % 16 for size in input.shape[-2:])):
         raise RuntimeError(f"npu_format_cast keeps {tuple(input.shape)} of {input.dtype} in whole blocks of 16 only")
     return input.clone()
@@ -297,8 +301,10 @@ def sparse_attention(
     S, heads, 512] and key [batch, K, 1, 512] are extended by their rotary parts of 64.
     `sparse_indices` [batch, S, 1, width] are positions in the row's own keys. The value, both
     lengths and both rotary parts must be given (AssertionError). Return the attention, of the
-    query's shape, and two empty tensors. A call beyond the operator's limits raises RuntimeError,
-    one that only this reference lacks NotImplementedError.
+    query's shape, and two empty tensors. The defaults of both modes are refused: the layouts must
+    be "BSND" with `sparse_mode` 0 (else NotImplementedError) and `attention_mode` 2 (else
+    RuntimeError). Other calls beyond the operator's limits raise RuntimeError. Further options are
+    ignored.
     """
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")

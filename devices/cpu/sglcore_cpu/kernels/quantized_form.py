@@ -319,6 +319,7 @@ def _per_group(values: Tensor, what: str, rows: int, groups: int, repeats: int) 
 
 
 def _multiplier(largest: float) -> float:
-    """Return a power of two, the factor of all scales: the largest scale divided by it is near the
-    top of float16's range. 1.0 if `largest`, the largest scale, is 0."""
+    """Return a power of two, the factor of all scales: `largest`, the largest scale, divided by it
+    is below 2**15, within float16's range, and at least 2**14 (less for a scale below 2**-101). 1.0
+    if `largest` is 0."""
     return math.ldexp(1.0, max(math.frexp(largest)[1], -100) - 15) if largest else 1.0

@@ -100,8 +100,9 @@ class ExpertsSideBySide:
 
 class GatedExperts:
     """down(silu(gate(x)) * up(x)) with each row's expert, callable as `ExpertLinear`. The
-    checkpoint may have `experts.N.gate_proj` for each expert N, or one tensor per layer:
-    `switch_mlp.gate_proj` or `experts.gate_up_proj`."""
+    checkpoint may have one tensor for each expert N and projection, `experts.N.NAME` with the names
+    in `parts`, or tensors of all experts of a layer: `switch_mlp.gate_proj`,
+    `experts.gate_up_proj`, or the two that `parts` names."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 

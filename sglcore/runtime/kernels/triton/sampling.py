@@ -88,8 +88,10 @@ def histogram_kernel(
     """For each token with a smaller gap than the cut, add 1, or with WEIGHTED the token's weight,
     to its bin in sums int64 [rows, STEPS], which starts as zeros.
 
-    `best` is that of `best_kernel`. FINE: only tokens of the coarse bin in `found` are added, by
-    the rest of the gap. One program per row and BLOCK ids. Reads at least the logits once.
+    `best` is that of `best_kernel`; `cut` int32 [rows, 2] is (largest kept gap, number of tokens
+    kept at that gap), and only the gap is read. FINE: only tokens of the coarse bin in `found`
+    int64 [rows, 3] (see `search_kernel`) are added, by the rest of the gap; otherwise `found` is
+    not read. One program per row and BLOCK ids. Reads at least the logits once.
     """
     row = tl.program_id(0).to(tl.int64)
     _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
@@ -124,8 +126,9 @@ def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED:
     `top_k` or `top_p` of `SamplingState`.
 
     Coarse: `found` int64 [rows, 3] gets the bin, the sum before it and the wanted sum. FINE: `cut`
-    int32 [rows, 2] is narrowed. Tokens with the gap of the present cut are in no histogram; those
-    that the cut keeps are added here. One program per row.
+    int32 [rows, 2], (largest kept gap, number of tokens kept at that gap), is narrowed. Tokens with
+    the gap of the present cut are in no histogram; those that the cut keeps are added here. One
+    program per row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, STEPS)
@@ -162,7 +165,8 @@ def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED:
 def ties_kernel(
     logits, best, scale, cut, ties, stride, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Write to ties int32 [rows, COUNT] how many tokens of each block have the gap of the cut.
+    """Write to ties int32 [rows, COUNT] how many tokens of each block have the gap of the cut,
+    cut[row, 0].
 
     One program per row and BLOCK ids. Reads at least the logits once.
     """

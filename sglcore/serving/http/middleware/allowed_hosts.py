@@ -14,8 +14,8 @@ from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 class Hosts:
     """ASGI middleware that refuses (403) a request with a Host header that is neither loopback's
-    nor an allowed name, and one from a web page (header Origin) of another host that is not
-    allowed."""
+    nor an allowed name, and one from a web page if its Origin is not allowed and has another host
+    or port than the header Host (loopback is no exception)."""
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
         """`allowed`: names that Host may have in addition to loopback's; `origins`: Origin headers
@@ -24,8 +24,8 @@ class Hosts:
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for one request. Raises TurnedAway (403) for another Host or Origin; a
-        missing one is accepted."""
+        """Run the app for one request. Raises TurnedAway (403) for another Host or Origin. A
+        missing header is accepted, but an Origin without Host only if it is allowed."""
         host = (header(scope, b"host") or b"").decode("latin-1")
         if host and not self._is_ours(host):
             raise _turned_away("host", f"the name {host!r} is not this server's", "allowed-hosts")

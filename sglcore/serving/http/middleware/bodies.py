@@ -64,7 +64,7 @@ class Arriving:
 
 class Bodies:
     """ASGI middleware that reads a body before it runs the app, so that the app gets it whole, as
-    its first event."""
+    its first event. A request without a body is passed on at once."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_file_bytes: int) -> None:
         """A body may have `max_bytes` and take `seconds` to arrive; the body of an upload (FILES)

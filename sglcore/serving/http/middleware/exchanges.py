@@ -56,7 +56,8 @@ class Exchange:
 
 class Exchanges:
     """ASGI middleware that gives each request an id and counts it; at the end of each, it writes
-    the request's log line and records its trace span."""
+    the request's log line (level info) and records its trace span. Paths in QUIET have level debug
+    and no span."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger, traces: Traces | None = None) -> None:
         """`log` gets one line for each request, `traces` (None: off) one span."""

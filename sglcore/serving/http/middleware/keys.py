@@ -25,7 +25,8 @@ class Keys:
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for one request. Raises TurnedAway (401) without a valid key."""
+        """Run the app for one request. Raises TurnedAway (401) without a valid key, except for GET
+        and HEAD of OPEN paths; if both headers bring a key, one valid key is enough."""
         offered = _offered(scope)
         if not (self._is_open(scope) or sum(self._matches(each) for each in offered)):
             found = "the API key is not one of this server's" if offered else "the request brings no API key"
