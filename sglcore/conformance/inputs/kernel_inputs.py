@@ -91,9 +91,9 @@ def pack_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
     """Return [tokens, COLUMNS] integers with a 127 in each 32 columns, in the drawer's dtype:
     quantising them to 8 bits, by any group, changes nothing."""
-    rows = drawn.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
+    rows = drawn.ints(-127, 128, tokens, COLUMNS + 32).to(drawn.dtype)[:, 16 : 16 + COLUMNS]
     rows[:, ::32] = 127
-    return rows.to(drawn.dtype) if strided else rows.to(drawn.dtype).contiguous()
+    return rows if strided else rows.contiguous()
 
 
 def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
