@@ -64,6 +64,7 @@ ALWAYS = (
     "--enable-auto-tool-choice",
     "--jinja",
     "--enable-metrics",
+    "--enable-return-hidden-states",
     "--disable-log-requests",
 )
 """Flags of other engines that are accepted without effect, because what they switch on is always

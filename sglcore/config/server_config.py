@@ -81,6 +81,12 @@ class ServerConfig:
     max_prompts: int = setting(1024, "Maximum number of prompts in one request; default: 1024.", least=1)
     max_n: int = setting(64, "Maximum number of samples per prompt (n); default: 64.", least=1)
     max_logprobs: int = setting(20, "Maximum number of alternatives per token (top_logprobs); default: 20.", least=0)
+    max_hidden_states: int = setting(
+        2 << 20,
+        "Maximum number of values in the hidden states of one answer, tokens times hidden size times samples;"
+        " default: 2097152. 0: no answer has any.",
+        least=0,
+    )
     max_prompt_tokens: int | None = setting(
         None, "Maximum number of tokens in a prompt; default: what the context length allows.", least=1
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
 from sglcore.conformance.inputs.kit_models import FIRST_TOKEN, VOCAB
@@ -17,6 +18,7 @@ from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.conformance.target import Geometry, StartedDevice
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits, TokenLogprobs
+from sglcore.engine.output_processor import HiddenParts
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.make_loop import make_scheduler
@@ -30,18 +32,24 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished request: `tokens` are its output ids, `finish` the reason of its end; `scores` has
-    one record for each output token, `prompt_scores` records of the prompt tokens after the first,
-    if they were requested; `greedy`: it was not sampled; `cached` is the number of prompt tokens
-    from the prefix cache."""
+    """A finished request."""
 
     prompt: list[int]
+    """The prompt."""
     tokens: list[int]
+    """The output tokens."""
     scores: list[TokenLogprobs]
+    """One record for each output token."""
     prompt_scores: list[TokenLogprobs]
+    """Records of the prompt tokens after the first, if they were requested."""
     finish: str
+    """Why it ended."""
     greedy: bool
+    """Whether its tokens are the best ones for every seed."""
     cached: int
+    """Number of prompt tokens from the prefix cache."""
+    states: NDArray[np.float32] | None = None
+    """float32 [n, hidden]: the hidden states. None: not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +95,7 @@ class Session:
         self._step = 0
         self._requests: list[Request] = []
         self._waiting: list[Request] = []
+        self._states: dict[str, HiddenParts] = {}
 
     def begin(
         self,
@@ -95,13 +104,17 @@ class Session:
         *,
         grammars: Sequence[int | None] = (),
         changes: bool = False,
+        optional: Sequence[Mapping[str, Any]] = (),
         **sampling: Any,
     ) -> None:
         """Submit prompts that `step` will run. `lengths`: tokens to emit, for all or for each
         prompt; `grammars`: the seed of each prompt's stand-in for a grammar, None for no grammar;
-        `changes`: the stand-in also adds to logits. Greedy unless `sampling` says otherwise."""
+        `changes`: the stand-in also adds to logits; `optional`: further sampling parameters of each
+        prompt. Greedy unless `sampling` says otherwise."""
         each = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
-        self._requests = [self._request(prompt, count, sampling) for prompt, count in zip(prompts, each, strict=True)]
+        own = [{**sampling, **more} for more in optional or [{}] * len(prompts)]
+        self._requests = [self._request(*given) for given in zip(prompts, each, own, strict=True)]
+        self._states = {each.rid: HiddenParts(each.params.return_hidden_states) for each in self._requests}
         for request, seed in zip(self._requests, grammars, strict=False):
             matcher = None if seed is None else HashedMatcher(seed, VOCAB)
             request.matcher, request.change = matcher, matcher if changes else None
@@ -114,8 +127,8 @@ class Session:
             return False
         if not self._step % max(self._drive.stagger, 1):
             self._admit(self._waiting)
-        if self._loop.has_work:
-            self._loop.step()
+        for output in self._loop.step() if self._loop.has_work else ():
+            self._states[output.request_id].take(output, len(output.token_ids), output.finished)
         if self._drive.after_step is not None:
             self._drive.after_step(self.scheduler, self._step)
         self._step += 1
@@ -131,7 +144,7 @@ class Session:
         """Return the results, in the order of the prompts, once `step` has returned False. Checks
         that every page is accounted for; raises LawBroken if a request ended with an error."""
         self.scheduler.audit()
-        return [_result(request) for request in self._requests]
+        return [_result(request, self._states[request.rid].whole()) for request in self._requests]
 
     def run(self, prompts: Sequence[list[int]], lengths: int | Sequence[int], **sampling: Any) -> list[Result]:
         """Run prompts to their end and return their results; arguments as for `begin`. Waits."""
@@ -231,7 +244,7 @@ def _narrowed(limits: Limits, drive: Drive) -> Limits:
     return replace(limits, num_pages=pages, max_batch_tokens=chunk)
 
 
-def _result(request: Request) -> Result:
+def _result(request: Request, states: NDArray[np.float32] | None) -> Result:
     if request.finish_reason == "error":
         raise LawBroken(f"{request.rid} ended with an error: {request.error}")
     assert isinstance(request.params, SamplingParams)
@@ -243,4 +256,5 @@ def _result(request: Request) -> Result:
         request.finish_reason or "",
         request.params.is_greedy,
         max(request.cached_tokens, 0),
+        states,
     )

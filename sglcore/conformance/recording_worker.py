@@ -38,7 +38,8 @@ class RecordingWorker:
         to the range of the present scheduler."""
         batch.composition += self._scheduler * STRIDE
         if self.keep:
-            self._sent[batch.step] = batch.copy_for_forward()
+            self._sent[batch.step] = kept = batch.copy_for_forward()
+            batch.take_back(kept)  # one-shot values belong to the worker's forward
         return self.worker.submit(batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:

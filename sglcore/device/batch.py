@@ -41,8 +41,8 @@ class ForwardMode(IntEnum):
 
 
 class CaptureHiddenMode(IntEnum):
-    """The hidden states that a forward returns: none, each row's last one, or all. The workers of
-    this repository refuse a batch that sets it (`refuse_hidden_states`).
+    """The hidden states that a forward returns: none, that of a row's last token, or those of all
+    its tokens.
     """
 
     NONE = 0
@@ -235,12 +235,17 @@ class ScheduleBatch:
     """What the data-parallel shards of requests agreed on for this step. Each shard is submitted a
     batch in each step; one with nothing to run an IDLE batch of no rows. None: the requests are in
     one shard."""
+    hidden_modes: Ints | None = None
+    """int32[B] (optional): the `CaptureHiddenMode` of each row, as an integer; negative: of the
+    hidden states before the last norm. Read only where `capture_hidden_mode` is set. None: no row
+    requests hidden states."""
     capture_hidden_mode: OneShot[CaptureHiddenMode] = field(default_factory=_one_shot(CaptureHiddenMode.NONE))
-    """Which hidden states this forward returns; for one forward only."""
+    """The largest mode in `hidden_modes`, which says that this forward returns hidden states; for
+    one forward only."""
     seq_lens_cpu_cache: OneShot[Ints | None] = field(default_factory=_one_shot(None))
     """int32[B] to stage in place of `seq_lens`; for one forward only. None: `seq_lens`."""
     return_hidden_states_before_norm: OneShot[bool] = field(default_factory=_one_shot(False))
-    """Return the hidden states from before the last norm; for one forward only."""
+    """Some row's hidden states are those from before the last norm; for one forward only."""
 
     @property
     def batch_size(self) -> int:

@@ -91,6 +91,11 @@ class Limits:
     """Scores in the answer to a prompt to embed. 0: the answer is a vector."""
     embed_size: int = 0
     """Elements of one token's embedding where prompts may be embeddings. 0: they may not."""
+    hidden_size: int = 0
+    """Elements of a hidden state, where steps return those that a batch requests. 0: they do
+    not."""
+    gives_norm_inputs: bool = False
+    """Steps also return hidden states from before the last norm."""
     takes_mrope: bool = False
     """Prompts that are embeddings may have positions by three axes (time, height, width)."""
     reads_history: bool = False
@@ -169,6 +174,10 @@ class BatchResult:
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """By row, one entry for each token of this chunk: the token at chunk index j predicts the next
     one."""
+    hidden_states: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    """By row, float32[n, hidden]: the hidden states that the batch requests (`hidden_modes`). LAST:
+    n = 1; FULL: one for each token of a chunk. In a verification both have one for each sampled
+    token, from which it was drawn."""
     embeddings: NDArray[np.float32] | None = None
     """float32[B, hidden], the vectors or scores of prompts to embed. None: the step was not one of
     EMBED."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -69,16 +70,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_hidden_states: bool | str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. `params`: one
-        for all prompts, or one for each; None: `default_params`. Returns one output per prompt, in
-        order. Raises TextError for `params` of another kind or number.
+        for all prompts, or one for each; None: `default_params`. `return_hidden_states` replaces
+        the field of all `params`: "last", or True or "all" (None: as they say). Returns one output
+        per prompt, in order.
 
         The output of a prompt that cannot run has one completion, with finish_reason "error" and
         the reason in `error`; other prompts are not affected.
         """
         all_prompts = _as_list(prompts)
         all_params = _as_params(self.default_params if params is None else params, len(all_prompts))
+        if return_hidden_states is not None:
+            all_params = [replace(each, return_hidden_states=return_hidden_states) for each in all_params]
         outputs: list[RequestOutput] = []
         try:
             for prompt, each in zip(all_prompts, all_params, strict=True):

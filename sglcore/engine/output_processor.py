@@ -3,7 +3,11 @@ text."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
@@ -18,6 +22,34 @@ class EarlyEnd(NamedTuple):
 
     index: int
     cause: str | None
+
+
+class HiddenParts:
+    """The hidden states of one sample, as they arrive."""
+
+    def __init__(self, wanted: str | None) -> None:
+        """`wanted`: `SamplingParams.return_hidden_states`."""
+        self._keeps_last = wanted == "last"
+        self._parts: list[NDArray[np.float32]] = []
+
+    def take(self, output: EngineOutput, kept: int, has_ended: bool) -> NDArray[np.float32] | None:
+        """Add the states of an output, without those of its tokens after the first `kept`. Returns
+        what is new for the caller (None: nothing): the added ones, or, of one who wants the last
+        one, that at the end.
+        """
+        if output.hidden_states:
+            found = np.frombuffer(output.hidden_states, dtype="<f4").reshape(-1, output.hidden_size)
+            found = found[: len(found) - len(output.token_ids) + kept]
+            if self._keeps_last and len(found):
+                self._parts = [found[-1:]]
+            elif len(found):
+                self._parts.append(found)
+                return found
+        return self._parts[0] if self._keeps_last and self._parts and has_ended else None
+
+    def whole(self) -> NDArray[np.float32] | None:
+        """Return all states float32 [n, hidden]; None if there are none."""
+        return np.concatenate(self._parts) if self._parts else None
 
 
 class OutputProcessor:
@@ -45,6 +77,7 @@ class OutputProcessor:
         output.outputs[:] = [
             Completion(i, self._seed, logprobs=None if params.logprobs is None else []) for i in range(params.n)
         ]
+        self._states = [HiddenParts(params.return_hidden_states) for _ in range(params.n)]
         self._texts = [
             self._codec.detokenizer(
                 params.stop,
@@ -64,7 +97,8 @@ class OutputProcessor:
         if completion.finish_reason is not None:
             return None
         try:
-            return self._grow(completion, self._texts[output.index], output)
+            delta = self._grow(completion, self._texts[output.index], output)
+            return self._take_states(completion, output, delta) if self._params.return_hidden_states else delta
         except Exception as error:
             reason = f"its tokens cannot be decoded to text: {type(error).__name__}: {error}"
             return self.fail(output.index, reason)
@@ -109,6 +143,14 @@ class OutputProcessor:
             logprobs,
             completion.error,
         )
+
+    def _take_states(self, completion: Completion, output: EngineOutput, delta: TextDelta) -> TextDelta:
+        """Add the hidden states of an output; the delta has the tokens of it that are kept."""
+        parts, has_ended = self._states[completion.index], completion.finish_reason is not None
+        new = parts.take(output, len(delta.token_ids), has_ended)
+        if has_ended:
+            completion.hidden_states = parts.whole()
+        return replace(delta, hidden_states=new)
 
     def _take_prompt(self, output: EngineOutput) -> None:
         known = self.output

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglcore.schedule.request_output import FinishReason, TokenLogprob
 
 
@@ -23,6 +26,11 @@ class Completion:
     """The tokens, a stop token included."""
     logprobs: list[TokenLogprob] | None = None
     """One record for each of `token_ids`. None: not requested."""
+    hidden_states: NDArray[np.float32] | None = None
+    """float32 [tokens, hidden], once the sample has ended: the hidden states of the prompt's tokens
+    and of all output tokens but the last, which the model has not read ("all"); or [1, hidden],
+    that from which the last token was drawn ("last"). None: not requested, or no token was
+    drawn."""
     finish_reason: FinishReason | None = None
     """Why it ended. None: it has not ended."""
     stop_cause: int | str | None = None
@@ -65,18 +73,25 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The new part of a growing completion: final text, tokens, and the finish reason if it ended.
-
-    `logprobs` has one entry for each of `token_ids` (None: not requested).
-    """
+    """The new part of a growing completion."""
 
     request_id: str
+    """Name of the request."""
     index: int
+    """Number of the sample."""
     text: str
+    """Final text."""
     token_ids: tuple[int, ...]
+    """The tokens, a stop token included."""
     finish_reason: FinishReason | None = None
+    """Why the completion ended. None: it has not ended."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    """One entry for each of `token_ids`. None: not requested."""
     error: str = ""
+    """Why it failed; empty: it did not."""
+    hidden_states: NDArray[np.float32] | None = None
+    """float32 [n, hidden]: the new ones of `Completion.hidden_states` ("last": only at the end).
+    None: none."""
 
 
 @dataclass(frozen=True, slots=True)

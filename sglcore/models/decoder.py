@@ -225,6 +225,7 @@ class CausalLM(Architecture):
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu", "gelu_pytorch_tanh")
+    against_norm_inputs: str = ""
 
     knows: ClassVar[frozenset[str]] = frozenset()
     norm_offset: ClassVar[float | None] = None
@@ -328,9 +329,17 @@ class CausalLM(Architecture):
             hidden, residual = layer(hidden, residual, batch)
         return LayerState(hidden, residual, batch)
 
+    def with_norm_inputs(self, batch: Batch) -> tuple[Array, Array]:
+        """Return the hidden states [T, H] of T tokens after the last norm, and before it."""
+        return self.finish_both(self.run_layers(self.embed(batch), 0, len(self.layers)))
+
     def finish(self, state: LayerState) -> Array:
         """Return the hidden states [T, H]: the last norm of the last layer's state."""
-        return self.norm.add(state.hidden, state.residual)[0]
+        return self.finish_both(state)[0]
+
+    def finish_both(self, state: LayerState) -> tuple[Array, Array]:
+        """Return the hidden states [T, H] after the last norm, and before it."""
+        return self.norm.add(state.hidden, state.residual)
 
     def logits(self, hidden: Array) -> Array:
         """Return float32 [N, vocab] of hidden states [N, H], after the soft cap if there is one;

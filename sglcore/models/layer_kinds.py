@@ -397,6 +397,8 @@ class Architecture(ABC):
     """Some operations are the library's own, between the device's kernels."""
     reads_history: ClassVar[bool] = False
     """The result for a token depends on the ids before it, which the forward's context has."""
+    against_norm_inputs: str = "it has no layers that sglcore runs one by one"
+    """Why `with_norm_inputs` raises; empty if it does not."""
     parts: str = ""
     """The parts that the device's kernels compute; empty if they compute all."""
     ignored: tuple[str, ...] = ()
@@ -429,6 +431,11 @@ class Architecture(ABC):
     @abstractmethod
     def __call__(self, batch: Batch) -> Array:
         """Return hidden states [T, H] after the last norm. Queues work and does not wait."""
+
+    def with_norm_inputs(self, batch: Batch) -> tuple[Array, Array]:
+        """Return hidden states [T, H] as `__call__`, and the inputs [T, H] of the last norm; raises
+        `ConfigError` as `against_norm_inputs` says. Queues work and does not wait."""
+        raise ConfigError(f"{self.config.architecture} returns no norm inputs: {self.against_norm_inputs}")
 
     def logits(self, hidden: Array) -> Array:
         """[N, H] to float32 [N, vocab]; raises `ConfigError` for an encoder."""

@@ -33,7 +33,7 @@ from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.hisparse_entries import REACHING
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.loaded_model import LoadedModel, Progress
+from sglcore.runtime.loaded_model import LoadedModel, Progress, row_sizes
 from sglcore.runtime.memory.kv_rows import ROWS, RowPool
 from sglcore.runtime.memory.make_pools import Pools
 from sglcore.runtime.memory.memory_bring_up import pools, sizes
@@ -360,7 +360,6 @@ def limits(
     slices: Slices | None = None,
 ) -> Limits:
     """Return the limits of a worker without speculation."""
-    pooling = model.config.pooling
     return Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -379,8 +378,7 @@ def limits(
         window=sizes.window,
         num_window_pages=sizes.num_window_pages,
         **sizes.num_bytes,
-        num_labels=0 if pooling is None else pooling.labels,
-        embed_size=model.config.hidden_size if pooling is None else 0,
+        **row_sizes(model),
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
         sliced_layers=0 if slices is None else model.sliced_layers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class LoadedModel(Model, Protocol):
         ...
 
     @property
+    def against_norm_inputs(self) -> str:
+        """Why `with_norm_inputs` raises; empty if it does not."""
+        ...
+
+    @property
     def feature_size(self) -> int:
         """Elements per token of the features that a layer passes to the next one."""
         ...
@@ -75,3 +80,15 @@ class LoadedModel(Model, Protocol):
     def classify(self, pooled: Tensor) -> Tensor:
         """Return [B, labels] for pooled hidden states [B, H]."""
         ...
+
+
+def row_sizes(model: LoadedModel) -> dict[str, Any]:
+    """Return the fields of `Limits` about rows of numbers that enter or leave a model: labels,
+    embeddings of prompts, and hidden states."""
+    config, pooling = model.config, model.config.pooling
+    return {
+        "num_labels": 0 if pooling is None else pooling.labels,
+        "embed_size": config.hidden_size if pooling is None else 0,
+        "hidden_size": 0 if config.is_encoder else config.hidden_size,
+        "gives_norm_inputs": not (config.is_encoder or model.against_norm_inputs),
+    }

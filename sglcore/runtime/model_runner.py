@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.memory.pools import WindowTable
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.slot_tables import Entered, EnteringSlots, SlotTable
-from sglcore.runtime.split_forward import SplitForward
+from sglcore.runtime.split_forward import Forward, SplitForward
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
@@ -38,6 +39,10 @@ class Model(Protocol):
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, hidden] after the last norm."""
+        ...
+
+    def with_norm_inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return hidden states as a call does, and the inputs [T, hidden] of the last norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -199,28 +204,44 @@ class ModelRunner:
         """
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
+        return self.run_eager(batch), self._eager_path(batch)
+
+    def forward_both(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None, str]:
+        """Return hidden states and path as `forward`, and between them the inputs [T, H] of the
+        last norm if the batch has `return_hidden_states_before_norm`, else None.
+
+        No graph has these, so such a batch runs eagerly; where graphs are captured, the path names
+        the field.
+        """
+        if not batch.return_hidden_states_before_norm:
+            hidden, path = self.forward(batch)
+            return hidden, None, path
+        model = _Joined(self.model)
+        both = self.run_eager(batch, model)
+        hidden, before = both.split([both.shape[-1] - model.size, model.size], -1)
+        return hidden.contiguous(), before, self._eager_path(batch)
+
+    def _eager_path(self, batch: ForwardBatch) -> str:
         is_whole = self.halves is None or self.halves.cut_of(batch) is None
         unread = () if self.graphs is None else self.graphs.unread(batch)
-        how = (*(() if is_whole else ("halves",)), *unread)
-        return self.run_eager(batch), ":".join(("eager", *how))
+        return ":".join(("eager", *(() if is_whole else ("halves",)), *unread))
 
-    def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """Run one forward of the batch eagerly, as two micro-batches if it is split, and return
-        hidden states [T, hidden]. The forward context is the runner's own, never an outer one.
+    def run_eager(self, batch: ForwardBatch, model: Forward | None = None) -> Tensor:
+        """Run one forward of the batch eagerly, in the runner's own context, never in an outer one.
 
-        Plans attention unless the batch has a valid plan. Raises ValueError if the batch has no
-        host lengths and the runner needs them, and StalePlanError for a plan of another forward.
+        `model`: called in place of the runner's model (None: that one). Raises ValueError if the
+        batch has no host lengths and the runner needs them.
         """
         if self.options.needs_host_lengths and batch.seq_lens_cpu is None:
             raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")
-        view = self.prepared(batch)
+        view, model = self.prepared(batch), self.model if model is None else model
         cut = None if self.halves is None else self.halves.cut_of(view)
         if self.halves is not None and cut is not None:
-            return self.halves.run(self.model, self.context(view), view, cut)
+            return self.halves.run(model, self.context(view), view, cut)
         if view.needs_forward_metadata_init(self.attn_backend):
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))
         with forward_context(self.context(view)):
-            return self.model(view)
+            return model(view)
 
     def context(self, batch: ForwardBatch | None, attention: AttentionBackend | None = None) -> ForwardContext:
         """Return the context of a batch.
@@ -260,3 +281,18 @@ class ModelRunner:
             self.graphs.close()
         if self.extensions.ranks is not None:
             self.extensions.ranks.close()
+
+
+class _Joined:
+    """Calls a model that also returns the inputs of its last norm, and joins both results to
+    [T, H + size]: a batch may run in two micro-batches, which are joined by rows."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.size = 0
+        """Elements of a norm input, after the call."""
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        hidden, before = self._model.with_norm_inputs(batch)
+        self.size = before.shape[-1]
+        return torch.cat([hidden, before], -1)

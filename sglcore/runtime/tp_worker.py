@@ -28,9 +28,10 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.torch_fields import retained
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.emitting_rows import plan_rows
+from sglcore.step.hidden_rows import HiddenRows, hidden_rows, take_states
 from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore.step.step_output import StepOutput
-from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
+from sglcore.step.tickets import Tickets, check_hidden_states, take_payload
 
 
 class Arriving(Protocol):
@@ -120,7 +121,7 @@ class TpModelWorker:
         self._tickets.check_room()
         if self._closed:
             raise RuntimeError("this worker is closed; start another")
-        refuse_hidden_states(batch)
+        check_hidden_states(batch, self.limits)
         if self._streams.is_host:
             return self._start(batch)
         with self._streams.running():
@@ -142,16 +143,17 @@ class TpModelWorker:
         return the step's ticket. Does not wait.
         """
         rows, states = plan_rows(batch), self.runner.state_pool
-        inputs = self.sampling.inputs(batch, rows)
-        staged, arrays = self.stage(batch, inputs)
+        inputs, wanted = self.sampling.inputs(batch, rows), hidden_rows(batch)
+        staged, arrays = self.stage(batch, inputs, {} if wanted is None else wanted.arrays)
         arrived = {} if arrays is None else arrays.arrived
-        hidden, path = self.runner.forward(staged)
+        hidden, before, path = self.runner.forward_both(staged)
         if states is not None:
             states.copy_out(arrived)
         tokens, prompt = self.sampling.run(batch, staged, rows, hidden, inputs, arrived)
         hisparse = self.runner.attn_backend.hisparse
         swaps = None if hisparse is None else hisparse.count(batch)
-        return self.issue(batch, staged, arrays, StepOutput(rows, path, tokens, prompt, swaps=swaps))
+        given = read_back(wanted, arrived, hidden, before)
+        return self.issue(batch, staged, arrays, StepOutput(rows, path, tokens, prompt, hidden=given, swaps=swaps))
 
     def stage(
         self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray] = MappingProxyType({})
@@ -233,6 +235,22 @@ def no_tokens(device: torch.device) -> SampledTokens[Tensor]:
     """Return the tokens of a step that samples none: no ids, no bad rows, no log-probabilities."""
     ids, bad = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
     return SampledTokens(ids, bad)
+
+
+def read_back(
+    wanted: HiddenRows | None, arrived: Mapping[str, Tensor], hidden: Tensor, before: Tensor | None
+) -> tuple[HiddenRows, Tensor] | None:
+    """Return the requested hidden states float32 [N, H] of a step with their rows, a copy; None:
+    the step requests none (`wanted`). `hidden` and `before` [T, H] are those of the whole step.
+    Does not wait.
+    """
+    if wanted is None:
+        return None
+    return wanted, take_states(arrived, hidden, before, _taken, torch.cat)
+
+
+def _taken(states: Tensor, indices: Tensor) -> Tensor:
+    return states.index_select(0, indices).float()
 
 
 def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:

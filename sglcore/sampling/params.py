@@ -30,6 +30,8 @@ total.
 """
 
 
+HIDDEN_STATES = ("last", "all")
+"""Values of `return_hidden_states`, in addition to None."""
 MAX_BREAKERS, MAX_BREAKER_TEXT = 64, 40
 """Maximum number of texts over which no repetition extends, and of the characters of each."""
 
@@ -97,6 +99,12 @@ class SamplingParams:
     """Top alternatives to report for each output token. 0: only the chosen token, None: nothing."""
     prompt_logprobs: int | None = None
     """The same for each prompt token. 0: only the token, None: nothing."""
+    return_hidden_states: str | None = None
+    """Which of the model's hidden states to return: "last", the one from which the last output
+    token was drawn, or "all", also those of the prompt and of earlier tokens. True: "all". None and
+    False: none."""
+    return_hidden_states_before_norm: bool = False
+    """The returned hidden states are the input of the model's last norm, not its output."""
     n: int = 1
     """Number of samples."""
     seed: int | None = None
@@ -126,6 +134,8 @@ class SamplingParams:
             raise _refusal("min_tokens", self.min_tokens, "0 with a grammar", "set the length in the grammar")
         if self.grammar is not None and self.ignore_eos:
             raise _refusal("ignore_eos", True, "False with a grammar", "leave it out: a grammar ends with that token")
+        if self.return_hidden_states_before_norm and self.return_hidden_states is None:
+            raise _refusal("return_hidden_states_before_norm", True, 'return_hidden_states "last" or "all"')
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -231,6 +241,14 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _hidden_states(name: str, value: Any) -> str | None:
+    if value is None or isinstance(value, bool):
+        return "all" if value else None
+    if value not in HIDDEN_STATES:
+        raise _refusal(name, value, 'True, False, "last" or "all"')
+    return value
+
+
 def _stop(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if texts is None:
@@ -333,6 +351,8 @@ _CHECKS = MappingProxyType(
         "min_tokens": _integer(0),
         "logprobs": _optional(_integer(0)),
         "prompt_logprobs": _optional(_integer(0)),
+        "return_hidden_states": _hidden_states,
+        "return_hidden_states_before_norm": _flag,
         "n": _integer(1),
         "seed": _optional(_integer(0, MAX_SEED)),
         "priority": _integer(-MAX_INT32, MAX_INT32),

@@ -16,6 +16,7 @@ from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.embeds_in_batch import add_embeds
 from sglcore.schedule.request import Request
+from sglcore.schedule.returned_states import add_hidden_modes, put_hidden_mode
 from sglcore.schedule.token_masks import Change, add_changes, fill_along
 
 Ints = NDArray[np.int32]
@@ -52,6 +53,7 @@ class BatchBuilder:
         self._composition = first_composition
         self._sampling: HostSampling | None = None
         self._constrained: list[tuple[int, Request]] = []
+        self._has_hidden = False
         self._steady: ScheduleBatch | None = None
         self._steady_version = -1
         self._had_chunks = False
@@ -116,6 +118,8 @@ class BatchBuilder:
             _add_states(batch, len(chosen), chunks, saves)
         if self._keeps_windows:
             self._add_windows(batch, rows, chosen, extended)
+        if self._has_hidden:
+            add_hidden_modes(batch, self.requests, [request.num_cells + count for request, count in chunks])
         self._add_rest(batch, collected)
         return batch
 
@@ -140,6 +144,8 @@ class BatchBuilder:
         np.subtract(batch.seq_lens, 1 + self._drafts, out=batch.prefix_lens)
         if batch.mrope_positions is not None:
             add_embeds(batch, self.requests)
+        if self._has_hidden:
+            put_hidden_mode(batch)
         # Every row was in the step before, so either all last tokens are known or none is.
         batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
         fresh = np.flatnonzero(rows.allocated_lens > rows.page_counts * self._page_size)
@@ -199,6 +205,7 @@ class BatchBuilder:
         if not same:
             self.requests = requests
             self._constrained = [(row, request) for row, request in enumerate(requests) if request.matcher is not None]
+            self._has_hidden = any(request.params.return_hidden_states is not None for request in requests)
             self._sampling = self._compose(requests)
         if not same or has_chunks or self._had_chunks:
             self._composition += 1

@@ -128,6 +128,8 @@ class Request:
     """One entry with N = 1 for each sampled token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Entries that together cover prompt tokens 1..P-1, if requested."""
+    hidden_states: list[NDArray[np.float32]] = field(default_factory=list)
+    """float32[n, hidden] each: the hidden states that no output has brought yet, if requested."""
     embedding: NDArray[np.float32] | None = None
     """float32[hidden]: the result of "embed". None: no result yet, or the task is "generate"."""
     finish_reason: FinishReason | None = None
@@ -174,6 +176,8 @@ class Request:
     """All full pages of the prompt are in the prefix cache."""
     scored_tokens: int = 0
     """Number of prompt tokens that `prompt_logprobs` covers."""
+    num_hidden: int = 0
+    """Number of the request's first tokens with hidden states that were collected, for "all"."""
     is_duplicate: bool = False
     """Another running request has published a page that this one has computed too."""
     is_broken: bool = False
@@ -230,10 +234,16 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether prompt log-probabilities are still missing, so that cached pages cannot replace
-        the prefill.
-        """
+        """Whether prompt log-probabilities are still missing."""
         return self.params.prompt_logprobs is not None and self.scored_tokens < len(self.prompt_ids) - 1
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether results of the prompt's tokens are still missing, log-probabilities or hidden
+        states, so that cached pages cannot replace the prefill.
+        """
+        is_captured = self.params.return_hidden_states == "all" and self.num_hidden < len(self.prompt_ids)
+        return is_captured or self.scores_prompt
 
     def begin_with(self, cells: int) -> None:
         """Record that the request first runs with `cells` prompt tokens from the prefix cache."""

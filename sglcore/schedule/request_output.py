@@ -51,6 +51,12 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     prompt_logprobs: list[TokenLogprob] | None = None
     """Records of prompt tokens 1 and on, with the first token. None: not requested, or sent
     before."""
+    hidden_states: bytes = b""
+    """float32 [n, `hidden_size`] in little-endian bytes: one hidden state for each of `token_ids`,
+    from which it was drawn. With the first tokens, and if those of the prompt are requested, the
+    states of the prompt's tokens but the last stand before them. Empty: not requested."""
+    hidden_size: int = 0
+    """Elements of a hidden state. 0: there are none."""
     processed: int = -1
     """Number of prompt tokens that were submitted to the device, for requests that follow their
     progress. -1: not reported."""

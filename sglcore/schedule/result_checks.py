@@ -13,6 +13,7 @@ from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.embeds_in_batch import check_embeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import ContextError, RequestError
+from sglcore.schedule.returned_states import check_hidden_states
 from sglcore.schedule.steps_in_flight import BatchRecord
 
 
@@ -61,6 +62,7 @@ def check_request(request: Request, limits: Limits) -> None:
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise "
             "max_model_len, if the checkpoint allows it"
         )
+    check_hidden_states(request, limits)
     if request.embeds is not None:
         check_embeds(request, request.embeds, limits)
     if request.matcher is not None and not limits.takes_masks:
@@ -97,8 +99,8 @@ def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0
     """Raise ValueError if the result does not fit the step.
 
     The result must have this step's number and one token for each emitting row, or 1 to
-    `draft_tokens` + 1 after a verification; embeddings if the step embeds; and no rows before the
-    last slice of a prompt.
+    `draft_tokens` + 1 after a verification; embeddings if the step embeds; the hidden states that
+    rows request; and no rows before the last slice of a prompt.
     """
     rows, tokens = (0, 0) if record.is_partial else (len(record.requests), len(record.slots))
     if result.proposed is not None:
@@ -112,6 +114,11 @@ def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0
     wanted = (record.step, rows, tokens, rows)
     if found != wanted:
         raise ValueError(f"the worker's result has (step, rows, tokens, bad rows) {found}; wanted {wanted}")
+    modes = None if record.batch is None else record.batch.hidden_modes
+    if modes is not None and not record.is_partial:
+        missing = set(np.flatnonzero(modes).tolist()) - set(result.hidden_states)
+        if missing:
+            raise ValueError(f"the worker's result of step {record.step} lacks the hidden states of rows {missing}")
     if result.embeddings is None and record.requests[0].task == "embed":
         raise ValueError(f"the worker's result of step {record.step} has no embeddings; wanted float32[{rows}, hidden]")
 

@@ -353,7 +353,7 @@ class RunningRequests:
         assert slots == list(range(1, self._limits.max_requests + 1)), f"slots lost or held twice: {slots}"
 
     def _follows(self, request: Request) -> bool:
-        if not self.memory.caches or request.scores_prompt or request.embeds is not None:
+        if not self.memory.caches or request.needs_prefill or request.embeds is not None:
             return False
         leader = request.leader
         if leader is None or leader.prompt_published or leader.state is State.FINISHED:

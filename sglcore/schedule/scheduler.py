@@ -34,6 +34,7 @@ from sglcore.schedule.result_checks import (
     why_bad,
     why_refused,
 )
+from sglcore.schedule.returned_states import hand_over, take_hidden_states
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
 from sglcore.schedule.scheduler_stats import SchedulerStats, memory_counts
@@ -164,7 +165,8 @@ class Scheduler:
         if result.drafts is not None:
             take_drafts(record.requests, result.drafts)
         self._builder.last_tokens[record.slots] = result.token_ids[ends]
-        special = has_final or record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
+        scored = result.logprobs is not None or result.hidden_states
+        special = has_final or record.has_stale_rows or scored or result.bad_rows.any()
         plain = 0 if special else len(record.requests) - len(record.spans)
         if result.proposed is not None and plain:
             outputs = self._take_runs(record, result, result.proposed.tolist())
@@ -374,6 +376,7 @@ class Scheduler:
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
             run = ids[offsets[row] : offsets[row + 1]]
+            start = record.spans[row - decodes][0] if row >= decodes else request.num_tokens - 1
             if result.embeddings is not None:
                 request.embedding = result.embeddings[row].copy()
                 outputs.append(self.end(request, "stop"))
@@ -382,6 +385,10 @@ class Scheduler:
                 if proposed is not None:
                     outputs[-1].proposed = proposed[row]
                     self.drafts.update(cells_of([request], proposed[row : row + 1], [len(run)]))
+            if row in result.hidden_states:
+                take_hidden_states(request, result.hidden_states[row], start)
+                if run:
+                    hand_over(request, outputs[-1])
         return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.hidden_rows import HiddenRows, accepted_states
 from sglcore.step.hisparse_config import StepSwaps
 from sglcore.step.verification_rows import accepted_runs
 
@@ -39,6 +40,8 @@ class StepOutput(Generic[A]):
     requests, int32[B] each. None: no speculation."""
     drafts: A | None = None
     """int32[B, k]: the next draft tokens. None: the host does not read them."""
+    hidden: tuple[HiddenRows, A] | None = None
+    """The requested hidden states float32[N, H], and their rows. None: none are requested."""
     swaps: StepSwaps[A] | None = None
     """Swap counts of KV entries in host memory. None: there are no such entries."""
 
@@ -52,17 +55,22 @@ class StepOutput(Generic[A]):
                 found += [part.chosen, part.ranks, part.top_ids, part.top]
         found = found if self.runs is None else [*self.runs, *found]
         found = found if self.swaps is None or self.swaps.missed is None else [self.swaps.missed, *found]
+        found = found if self.hidden is None else [self.hidden[1], *found]
         return found if self.drafts is None else [self.drafts, *found]
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         """Return the result of step number `step`, from the host copies of `arrays()`."""
         left = iter(arrays)
         drafts = None if self.drafts is None else next(left)
+        hidden = {} if self.hidden is None else self.hidden[0].split(next(left))
         missed = None if self.swaps is None or self.swaps.missed is None else next(left)
         runs = None if self.runs is None else (next(left), next(left))
         result = self._read_rows(step, list(left))
         if runs is not None:
             result = accepted_runs(result, *runs)
+            hidden = accepted_states(hidden, result.token_offsets)
+        if hidden:
+            result = replace(result, hidden_states=hidden)
         if self.swaps is not None:
             result = replace(result, swaps=self.swaps.counts(missed))
         return result if drafts is None else replace(result, drafts=drafts)

@@ -8,7 +8,7 @@ import weakref
 from typing import TypeVar
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Ticket
+from sglcore.device.worker import Limits, Ticket
 
 Payload = TypeVar("Payload")
 
@@ -50,9 +50,15 @@ def take_payload(ticket: Ticket, kind: type[Payload]) -> Payload:
     return payload
 
 
-def refuse_hidden_states(batch: ScheduleBatch) -> None:
-    """Raise ValueError if a batch requests hidden states: workers of tokens and scores do not
-    return them.
+def check_hidden_states(batch: ScheduleBatch, limits: Limits) -> None:
+    """Raise ValueError if a batch requests hidden states that a worker with these limits does not
+    return, or without the rows that get them.
     """
-    if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
+    if batch.return_hidden_states_before_norm.is_set and not limits.gives_norm_inputs:
+        raise ValueError(f"step {batch.step} requests hidden states before the last norm; this worker returns none")
+    if not batch.capture_hidden_mode.is_set:
+        return
+    if not limits.hidden_size:
         raise ValueError(f"step {batch.step} requests hidden states; this worker returns tokens and scores only")
+    if batch.hidden_modes is None:
+        raise ValueError(f"step {batch.step} requests hidden states of no row; wanted hidden_modes too")

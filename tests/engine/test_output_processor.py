@@ -9,6 +9,7 @@ from inspect import signature
 from itertools import repeat
 from random import Random
 
+import numpy as np
 import pytest
 
 from sglcore.engine.output_processor import EarlyEnd, OutputProcessor
@@ -111,6 +112,29 @@ def test_from_the_first_token_on_again_nothing_is_left_of_what_was_taken() -> No
     assert samples.output == fresh.output
     later = EngineOutput("r", 1, ids, logprobs=scores(*ids), prompt_logprobs=scores(8), cached_tokens=2)
     assert samples.take(later) == fresh.take(later) and samples.output == fresh.output
+
+
+def states(*values: float) -> dict[str, object]:
+    """The fields of an output with states of two elements."""
+    return {"hidden_states": np.repeat(np.array(values, "<f4"), 2).tobytes(), "hidden_size": 2}
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("all", [1, 2, 3, 4, 5]), ("last", [5])])
+def test_states_begin_again_with_the_tokens_and_end_with_them(kind: str, wanted: list[float]) -> None:
+    samples = processor(return_hidden_states=kind, stop=["c"])
+    ids = CODEC.encode("a b c d", special=False)
+    prompt = () if kind == "last" else (1.0, 2.0)
+    cut = list(ids[:-1])
+    for _ in range(2):
+        samples.take(EngineOutput("r", 0, cut[:1], **states(*prompt, 3)))  # pyright: ignore[reportArgumentType]
+        samples.restart()
+    for token, value in zip(cut[:-1], (3, 4), strict=False):
+        samples.take(EngineOutput("r", 0, [token], **states(*(prompt if value == 3 else ()), value)))  # pyright: ignore[reportArgumentType]
+    delta = samples.take(EngineOutput("r", 0, ids[len(cut) - 1 :], **states(5, 6)))  # pyright: ignore[reportArgumentType]
+    found = samples.output.outputs[0]
+    assert found.finish_reason == "stop" and len(found.token_ids) == len(cut) == 3
+    assert found.hidden_states is not None and found.hidden_states.tolist() == [[value, value] for value in wanted]
+    assert delta is not None and delta.hidden_states is not None and delta.hidden_states.tolist() == [[5, 5]]
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -338,3 +338,9 @@ def test_a_prompt_of_embeddings_is_refused_and_not_queued(playing: Playing) -> N
     with pytest.raises(RequestError, match="a prompt of embeddings cannot be prefilled by another engine"):
         playing.engine.add("a", [1, 2, 3], SamplingParams(), 7, embeds=PromptEmbeds(rows, [1, 2, 3]))
     assert not playing.engine.has_work
+
+
+def test_a_request_for_hidden_states_is_refused_and_not_queued(playing: Playing) -> None:
+    with pytest.raises(RequestError, match="where another engine prefills the prompt; send the request to a prompt"):
+        playing.engine.add("a", [1, 2, 3], SamplingParams(return_hidden_states="last"), 7)
+    assert not playing.engine.has_work

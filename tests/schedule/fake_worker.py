@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch, offsets_of
 from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.cache.window_pages import least_window_pages
@@ -273,7 +273,9 @@ class FakeWorker:
         scores = {} if batch.prompt_logprobs is None else self._prompt_scores(batch, requests)
         wants = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         logprobs = make_scores(tokens, max(wants)) if wants else None
-        return BatchResult(batch.step, offsets, np.array(tokens, dtype=np.int32), bad, logprobs, scores)
+        states = self._hidden_states(batch, requests, runs)
+        ids = np.array(tokens, dtype=np.int32)
+        return BatchResult(batch.step, offsets, ids, bad, logprobs, scores, hidden_states=states)
 
     def _emit(self, batch: ScheduleBatch, row: int, request: Request) -> list[int]:
         slot = self.slots[batch.slots[row]]
@@ -531,6 +533,34 @@ class FakeWorker:
             scores[row] = make_scores([*ids, int(batch.next_ids[row])], int(batch.prompt_logprobs.max()))
         return scores
 
+    def _hidden_states(
+        self, batch: ScheduleBatch, requests: list[Request], runs: list[list[int]]
+    ) -> dict[int, np.ndarray]:
+        """The requested states. That of a token identifies it: its position, and a hash of all
+        tokens up to it."""
+        mode = batch.capture_hidden_mode.take()
+        before = batch.return_hidden_states_before_norm.take()
+        want((batch.hidden_modes is not None) == (mode is not CaptureHiddenMode.NONE), "modes of rows without a mode")
+        if batch.hidden_modes is None:
+            return {}
+        modes = batch.hidden_modes
+        want(np.abs(modes).max() == mode, f"the modes of the rows are {modes}, that of all is {mode}")
+        want(before == (modes.min() < 0), "norm inputs are wanted of no row, or of unnamed ones")
+        states: dict[int, np.ndarray] = {}
+        for row, (own, request) in enumerate(zip(modes.tolist(), requests, strict=True)):
+            params, end = request.params, self.slots[batch.slots[row]].length
+            want(not own or params.return_hidden_states is not None, f"{request.rid} wants no states")
+            if not own:
+                continue
+            is_before = own < 0
+            want(is_before == params.return_hidden_states_before_norm, f"the other states of {request.rid}")
+            is_verified = self.limits.draft_tokens and batch.forward_mode.is_decode
+            count = len(runs[row]) if is_verified else 1
+            if abs(own) == CaptureHiddenMode.FULL and not is_verified:
+                count = int(np.diff(batch.token_offsets)[row])
+            states[row] = make_states(self.truth.digests(request, end), end - count, is_before)
+        return states
+
     def _embed(self, batch: ScheduleBatch) -> BatchResult:
         prompts = np.split(batch.input_ids, batch.token_offsets[1:-1])
         rows = np.array([[prompt.sum(), len(prompt)] for prompt in prompts], dtype=np.float32)
@@ -545,6 +575,13 @@ def make_scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
     ids = np.array(tokens, dtype=np.int32)
     tops = ids[:, None] + np.arange(alternatives, dtype=np.int32)
     return TokenLogprobs(-ids.astype(np.float32), ids, tops, -tops.astype(np.float32))
+
+
+def make_states(digests: list[int], start: int, before: bool) -> np.ndarray:
+    """States float32[n, 3] of the tokens from `start` on; `digests` has the hashes of all
+    tokens."""
+    rows = [[place, digest % (1 << 20), before] for place, digest in enumerate(digests)]
+    return np.array(rows[start:], dtype=np.float32).reshape(-1, 3)
 
 
 def _arrays(batch: ScheduleBatch) -> dict[str, np.ndarray]:

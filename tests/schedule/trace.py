@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from sglcore.device.worker import Limits, TokenLogprobs
+from sglcore.engine.output_processor import HiddenParts
+from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
@@ -23,7 +25,7 @@ from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_speculation import Accepts, make_worker
-from tests.schedule.fake_worker import FakeMatcher, FakeWorker, compose, make_limits, make_params
+from tests.schedule.fake_worker import FakeMatcher, FakeWorker, compose, make_limits, make_params, make_states
 
 VOCABULARY = 30
 
@@ -53,6 +55,7 @@ class Outcome:
     ticks: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finishes: dict[str, int] = field(default_factory=dict)
+    states: dict[str, HiddenParts] = field(default_factory=dict)
 
     def take(self, outputs: list[EngineOutput]) -> None:
         """Record outputs; tokens after the end of a request are an error."""
@@ -63,7 +66,13 @@ class Outcome:
             scores = [score.token_id for score in output.logprobs or ()]
             assert scores == [-score.logprob for score in output.logprobs or ()]
             assert output.logprobs is None or scores == output.token_ids, f"{rid} has scores of {scores}"
+            wanted = self.scheduler_params(rid).return_hidden_states
+            self.states.setdefault(rid, HiddenParts(wanted)).take(output, len(output.token_ids), output.finished)
             self.finishes[rid] = self.finishes.get(rid, 0) + output.finished
+
+    def scheduler_params(self, rid: str) -> SamplingParams:
+        """The sampling parameters of a request."""
+        return next(request.params for _, request in self.trace.arrivals if request.rid == rid)
 
 
 def draw_trace(rnd: Random) -> Trace:
@@ -128,6 +137,15 @@ def with_proposals(rnd: Random, trace: Trace, draft_tokens: int, *, grammars: fl
         num_window_pages=0,
     )
     return replace(trace, limits=limits, accepts=rnd.choice(["some", "some", "all", "none"]))
+
+
+def with_hidden_states(rnd: Random, trace: Trace) -> Trace:
+    """The trace with hidden states for most requests."""
+    for _, request in trace.arrivals:
+        wanted = None if request.task == "embed" else rnd.choice(["all", "all", "last", None])
+        before = wanted is not None and rnd.random() < 0.3
+        request.params = replace(request.params, return_hidden_states=wanted, return_hidden_states_before_norm=before)
+    return replace(trace, limits=replace(trace.limits, hidden_size=3, gives_norm_inputs=True))
 
 
 def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
@@ -297,6 +315,7 @@ def _check_request(outcome: Outcome, request: Request) -> None:
             assert request.embedding is not None
             assert request.embedding.tolist() == [request.prompt_ids.sum(), len(request.prompt_ids)]
         return
+    _check_states(outcome, request)
     wanted, reason = outcome.worker.truth.output(request, outcome.trace.limits.max_model_len)
     if request.finish_reason in ("abort", "error") or request.stop_cause == "text":
         assert request.output_ids == wanted[: len(request.output_ids)], (
@@ -305,6 +324,20 @@ def _check_request(outcome: Outcome, request: Request) -> None:
         return
     assert (request.output_ids, request.finish_reason) == (wanted, reason), f"{request.rid} differs from its run alone"
     _check_scores(request)
+
+
+def _check_states(outcome: Outcome, request: Request) -> None:
+    """Check that the request has exactly the states that it wants, those of its tokens but the
+    last."""
+    params, states = request.params, outcome.states[request.rid].whole()
+    if params.return_hidden_states is None or not request.output_ids:
+        assert states is None, f"{request.rid} has states"
+        return
+    length = len(request.prompt_ids) + len(request.output_ids) - 1
+    digests = outcome.worker.truth.digests(request, length)
+    start = length - 1 if params.return_hidden_states == "last" else 0
+    wanted = make_states(digests, start, params.return_hidden_states_before_norm)
+    assert states is not None and states.tolist() == wanted.tolist(), f"{request.rid} has other states"
 
 
 def _check_scores(request: Request) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from sglcore.device.batch import CaptureHiddenMode
-from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
+from sglcore.step.tickets import Tickets, check_hidden_states, take_payload
+from tests.schedule.fake_worker import make_limits
 from tests.step.batches import make_batch
 
 
@@ -31,13 +33,28 @@ def test_a_payload_is_taken_once() -> None:
         take_payload(ticket, str)
 
 
+BARE = make_limits(hidden_size=0, gives_norm_inputs=False)
+GIVING = make_limits(hidden_size=8, gives_norm_inputs=True)
+
+
 @pytest.mark.parametrize(
     ("asked", "value"), [("capture_hidden_mode", CaptureHiddenMode.LAST), ("return_hidden_states_before_norm", True)]
 )
-def test_hidden_states_are_refused_and_what_was_asked_stays(asked: str, value: object) -> None:
+def test_hidden_states_that_a_worker_does_not_return_are_refused_and_the_request_for_them_stays(
+    asked: str, value: object
+) -> None:
     batch = make_batch({1: [2]})
-    refuse_hidden_states(batch)
+    check_hidden_states(batch, BARE)
     getattr(batch, asked).put(value)
     with pytest.raises(ValueError, match="requests hidden states"):
-        refuse_hidden_states(batch)
+        check_hidden_states(batch, BARE)
     assert getattr(batch, asked).is_set
+    batch.hidden_modes = np.array([1], np.int32)
+    check_hidden_states(batch, GIVING)
+
+
+def test_hidden_states_of_no_row_are_refused() -> None:
+    batch = make_batch({1: [2]})
+    batch.capture_hidden_mode.put(CaptureHiddenMode.FULL)
+    with pytest.raises(ValueError, match="of no row; wanted hidden_modes"):
+        check_hidden_states(batch, GIVING)

@@ -291,6 +291,8 @@ def worker(
         num_snapshots=sizes.num_snapshots,
         **sizes.num_bytes,
         num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
+        hidden_size=0 if model.config.is_encoder else model.config.hidden_size,
+        gives_norm_inputs=not (model.config.is_encoder or model.against_norm_inputs),
         sliced_layers=0 if slices is None else model.sliced_layers,
         slice_budget=slices or 0,
     )

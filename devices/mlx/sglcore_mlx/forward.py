@@ -29,6 +29,9 @@ class DecodeForward:
     model: Model
     attention: DecodeAttention
     batch_type: type[ForwardBatch] = ForwardBatch
+    num_hidden: int = 0
+    """Arrays of hidden states that follow the logits: 0, 1 (those after the last norm), or 2 (also
+    those before it)."""
 
     def __call__(
         self,
@@ -37,26 +40,26 @@ class DecodeForward:
         last: mx.array,
         cells: list[mx.array],
         states: list[States],
-    ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """Return (logits float32 [B, V], the KV cache of each layer with the new keys and values,
-        the states after the tokens), all lazy. `fields` and `page_table` as in `DecodeInputs`, for
-        B requests; `last` and `cells` as in `DeviceState`; `states`: those of the B requests, by
-        layer. The arguments do not change."""
+    ) -> tuple[list[mx.array], list[mx.array], list[States]]:
+        """Return logits float32 [B, V] followed by `num_hidden` arrays [B, H], the KV cache with
+        the new keys and values, and the states after the tokens. `fields` and `page_table` as in
+        `DecodeInputs`, B requests; `last` and `cells` as in `DeviceState`; `states` of the B
+        requests, by layer."""
         return self.rows({**fields, "input_ids": last[fields["req_pool_indices"]]}, page_table, cells, states)
 
     def rows(
         self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
-    ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """Like `__call__`, with the token ids in the field `input_ids`. The number of tokens may be
-        a multiple of the page table's rows: then consecutive tokens share a row, and logits are
-        [tokens, V]."""
+    ) -> tuple[list[mx.array], list[mx.array], list[States]]:
+        """Like `__call__`, with `input_ids` in the fields. The number of tokens may be a multiple
+        of the page table's rows: then consecutive tokens share a row."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
         step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
         rows = fields["seq_lens"].shape[0]
         own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows}
         own |= {"attend": step.attend, "recur": step.recur}
         batch = make_batch(self.batch_type, {**fields, **own})
-        return self.model.logits(self.model(batch)), step.cells, step.states
+        hidden = self.model.with_norm_inputs(batch) if self.num_hidden > 1 else (self.model(batch),)
+        return [self.model.logits(hidden[0]), *hidden[: self.num_hidden]], step.cells, step.states
 
 
 @dataclass(slots=True)
@@ -130,13 +133,17 @@ def extend_forward(
     table: PageTable,
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
-) -> mx.array:
-    """Return hidden states [T, H] of any batch that writes to the KV cache; replaces KV cache and
-    recurrent states in `state`. Builds the lazy graph only."""
+) -> tuple[mx.array, mx.array | None]:
+    """Return hidden states [T, H] of any batch that writes to the KV cache, and those before the
+    last norm if the batch requests them (else None); updates KV cache and recurrent states in
+    `state`. Queues only."""
     extend = begin_extend(attention, model.layers, batch, table, state, batch_type)
-    hidden = model(extend.forward)
+    if extend.forward.return_hidden_states_before_norm:
+        hidden, before = model.with_norm_inputs(extend.forward)
+    else:
+        hidden, before = model(extend.forward), None
     extend.leave(state)
-    return hidden
+    return hidden, before
 
 
 def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBatch] = ForwardBatch) -> mx.array:

@@ -43,11 +43,17 @@ class LoadedModel:
         self.quantization = weights.forms
         self.logits = architecture.logits
         self.classify = architecture.classify
+        self.with_norm_inputs = architecture.with_norm_inputs
         self._architecture = architecture
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
         """Return hidden states [T, H] after the last norm. Lazy."""
         return self._architecture(batch)
+
+    @property
+    def against_norm_inputs(self) -> str:
+        """Why `with_norm_inputs` raises; empty if it does not."""
+        return self._architecture.against_norm_inputs
 
     @property
     def sliced_layers(self) -> int:

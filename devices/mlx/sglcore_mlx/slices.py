@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.hidden_rows import HiddenRows
 from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore_mlx.forward import Extend
 from sglcore_mlx.models.contract import SlicedModel
@@ -16,21 +17,22 @@ from sglcore_mlx.pool import DeviceState
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt between two slices of layers. `extend`: its inputs; `done` layers have run;
-    `carried` is the input state of the next one. `rows` and `inputs`, with `arrived` on the device,
-    are for sampling after the last."""
+    """A prompt between two slices of layers. `done` layers have run; `carried` is the input state
+    of the next one. `rows` and `inputs`, with `arrived` on the device, are for sampling after the
+    last; `wanted`: the hidden states that are returned."""
 
     extend: Extend
     rows: RowPlan
     inputs: SamplingInputs
     arrived: dict[str, mx.array]
     carried: Any
+    wanted: HiddenRows | None = None
     done: int = 0
 
-    def run(self, model: SlicedModel, state: DeviceState, first: int, last: int) -> mx.array | None:
-        """Run the layers first <= i < last. Returns hidden states [T, H] after the model's last
-        layer, and then leaves the recurrent states in `state`; otherwise None. Raises ValueError if
-        these are not the next layers. Builds the lazy graph only."""
+    def run(self, model: SlicedModel, state: DeviceState, first: int, last: int) -> tuple[mx.array, mx.array] | None:
+        """Run the layers first <= i < last. Returns hidden states [T, H] after the last norm, and
+        before it, after the model's last layer, otherwise None. Raises ValueError if these are not
+        the next layers. Queues only."""
         if first != self.done or not first < last <= model.sliced_layers:
             ran = f"{self.done} of {model.sliced_layers} have run"
             raise ValueError(f"a slice requests layers {first} to {last} of a prompt; {ran}")
@@ -38,7 +40,7 @@ class OpenPrompt:
         self.carried, self.done = model.run_layers(self.carried, first, last), last
         if last < model.sliced_layers:
             return None
-        hidden = model.finish(self.carried)
+        hidden = model.finish_both(self.carried)
         state.states.settle()
         self.extend.leave(state)
         return hidden

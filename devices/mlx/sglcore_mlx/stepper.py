@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import mlx.core as mx
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.emitting_rows import RowPlan, plan_rows
+from sglcore.step.hidden_rows import HiddenRows, hidden_rows, take_states
 from sglcore.step.sampling_arrays import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
@@ -31,6 +33,10 @@ from sglcore_mlx.sample_step import SampleStep
 from sglcore_mlx.sampling.logprobs import logprobs_of
 from sglcore_mlx.slices import OpenPrompt
 
+Decode: TypeAlias = Callable[..., tuple[list[mx.array], list[mx.array], list[States]]]
+"""A `DecodeForward`, perhaps compiled."""
+Captured: TypeAlias = tuple[HiddenRows, mx.array]
+"""Hidden states float32 [N, H] to return, and their rows."""
 Launched: TypeAlias = tuple[StepOutput[mx.array], Future[None]]
 """A step's output, and a future that is done when the step has ended."""
 
@@ -80,11 +86,9 @@ class Stepper:
         self._max_requests = sizes.max_requests
         self._row_buckets = row_buckets
         self._batch_type = batch_type
-        self._forward = decode = DecodeForward(model, attention, batch_type)
-        self._decode: Callable[..., tuple[mx.array, list[mx.array], list[States]]] = (
-            mx.compile(decode) if compiles else decode
-        )
+        self._forward = DecodeForward(model, attention, batch_type)
         self._compiles = compiles
+        self._decodes: dict[int, Decode] = {}
         self._open: OpenPrompt | None = None
         self._running: Future[None] = Future()
         self._running.set_result(None)
@@ -137,12 +141,16 @@ class Stepper:
         arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
         prompt: dict[int, Logprobs[mx.array]] = {}
         if batch.forward_mode.is_decode:
-            logits, path = self._decode_logits(batch)
+            logits, captured, path = self._decode_logits(batch)
         else:
-            hidden = extend_forward(self._model, self._attention, batch, self._table, self._state, self._batch_type)
+            wanted = hidden_rows(batch)
+            given = self._model, self._attention, batch, self._table, self._state, self._batch_type
+            hidden, before = extend_forward(*given)
             prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
             logits, path = self._logits(hidden[arrived["last"]]), "eager"
-        return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
+            captured = read_back(wanted, hidden, before)
+        tokens = self._sampling.run(batch, rows, logits, inputs, arrived, self._state)
+        return StepOutput(rows, path, tokens, prompt, hidden=captured)
 
     def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
         """Run the layers first <= i < last of the open prompt and return the step's output, without
@@ -153,15 +161,16 @@ class Stepper:
             self._open = self._begin(batch)
         if (prompt := self._open) is None:
             raise ValueError(f"a slice requests layers {first} to {last} of a prompt; no prompt is open")
-        hidden, path = prompt.run(self._model.sliced, self._state, first, last), f"layers {first} to {last}"
-        if hidden is None:
+        both, path = prompt.run(self._model.sliced, self._state, first, last), f"layers {first} to {last}"
+        if both is None:
             nothing = SampledTokens(mx.zeros((0,), mx.int32), mx.zeros((0,), mx.bool_))
             return StepOutput(RowPlan.silent(), path, nothing)
-        self._open, inputs, arrived = None, prompt.inputs, prompt.arrived
+        (hidden, before), inputs, arrived = both, prompt.inputs, prompt.arrived
+        self._open = None
         scores = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
         logits, host = self._logits(hidden[arrived["last"]]), prompt.extend.host
         tokens = self._sampling.run(host, prompt.rows, logits, inputs, arrived, self._state)
-        return StepOutput(prompt.rows, path, tokens, scores)
+        return StepOutput(prompt.rows, path, tokens, scores, hidden=read_back(prompt.wanted, hidden, before))
 
     def _begin(self, batch: ScheduleBatch) -> OpenPrompt:
         """Open a prompt before its first layer: store its pages and known tokens, and return it
@@ -172,8 +181,9 @@ class Stepper:
         inputs = self._sampling.inputs(batch, rows)
         arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
         given = self._attention, self._model.layers, batch, self._table, self._state, self._batch_type
+        wanted = hidden_rows(batch)
         extend = begin_extend(*given)
-        return OpenPrompt(extend, rows, inputs, arrived, self._model.sliced.embed(extend.forward))
+        return OpenPrompt(extend, rows, inputs, arrived, self._model.sliced.embed(extend.forward), wanted)
 
     def _logits(self, hidden: mx.array) -> mx.array:
         return self._model.logits(hidden) if hidden.shape[0] else mx.zeros((0, self._vocab_size))
@@ -181,20 +191,31 @@ class Stepper:
     def _score(self, hidden: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.array]:
         return logprobs_of(self._logits(hidden), targets, top_n)
 
-    def _decode_logits(self, batch: ScheduleBatch) -> tuple[mx.array, str]:
-        """Run a decode step; return logits float32 [B, V] without padding, and the name of the path
-        that ran: "compiled:ROWS" or "eager"."""
-        count, state = batch.batch_size, self._state
+    def _decode_for(self, num_hidden: int) -> Decode:
+        """Return the decode step that also returns `num_hidden` arrays of hidden states; each is
+        made when a batch first requests it, so that others pay nothing for it."""
+        if num_hidden not in self._decodes:
+            decode = replace(self._forward, num_hidden=num_hidden)
+            self._decodes[num_hidden] = mx.compile(decode) if self._compiles else decode
+        return self._decodes[num_hidden]
+
+    def _decode_logits(self, batch: ScheduleBatch) -> tuple[mx.array, Captured | None, str]:
+        """Return logits float32 [B, V], the requested hidden states, and the name of the path that
+        ran."""
+        count, state, wanted = batch.batch_size, self._state, hidden_rows(batch)
+        num_hidden = hidden_arrays(batch, wanted)
         most = self._table.rows.shape[1]
         pages = -(-int(batch.seq_lens.max()) // self._table.page_size)
         size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
         given = decode_inputs(self._batch_type, batch, self._table, size, bucket(pages, most))
         fields = {name: mx.array(values) for name, values in given.fields.items()}
         states = state.states.take(batch, size)
-        made = self._decode(fields, mx.array(given.page_table), state.last, state.cells, states)
-        logits, state.cells, states = made
+        decode = self._decode_for(num_hidden)
+        (logits, *hidden), state.cells, states = decode(
+            fields, mx.array(given.page_table), state.last, state.cells, states
+        )
         state.states.leave(batch, states)
-        return logits[:count], f"compiled:{size}" if self._compiles else "eager"
+        return logits[:count], read_back(wanted, *hidden), f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Run whole sequences and return the step's output, with each request's pooled hidden
@@ -212,4 +233,27 @@ class Stepper:
         """Wait for the running step and release compiled functions: MLX keeps them per thread, and
         the thread ends next. The stepper can not be used afterwards."""
         self.finish(self._running)
-        del self._decode, self._sampling
+        del self._decodes, self._sampling
+
+
+def hidden_arrays(batch: ScheduleBatch, wanted: HiddenRows | None) -> int:
+    """Return `DecodeForward.num_hidden` for a batch that is not staged yet; `wanted`: the hidden
+    states that it requests."""
+    if wanted is None:
+        return 0
+    return 2 if batch.return_hidden_states_before_norm.is_set else 1
+
+
+def read_back(
+    wanted: HiddenRows | None, hidden: mx.array | None = None, before: mx.array | None = None
+) -> Captured | None:
+    """Return the requested hidden states of a step with their rows; None: the step requests none.
+    `hidden` and `before` [T, H]: those of the whole step. Queues only."""
+    if wanted is None or hidden is None:
+        return None
+    arrived = {name: mx.array(tokens) for name, tokens in wanted.arrays.items()}
+    return wanted, take_states(arrived, hidden, before, _taken, mx.concatenate)
+
+
+def _taken(states: mx.array, tokens: mx.array) -> mx.array:
+    return states[tokens].astype(mx.float32)

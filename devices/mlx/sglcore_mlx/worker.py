@@ -12,7 +12,7 @@ import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
-from sglcore.step.tickets import refuse_hidden_states, take_payload
+from sglcore.step.tickets import check_hidden_states, take_payload
 from sglcore_mlx.stepper import Launched, Stepper
 from sglcore_mlx.thread import StreamThread
 
@@ -42,12 +42,13 @@ class MlxWorker:
         """Post a step to the thread that builds and starts it; does not wait. The worker keeps
         `batch`.
 
-        Raises RuntimeError if closed, and ValueError for a batch that wants hidden states.
+        Raises RuntimeError if closed, and ValueError for a batch that wants hidden states which
+        this worker does not return.
         Exceptions while building or starting the step are raised by `collect`.
         """
         if self._stepper is None:
             raise RuntimeError("this worker is closed; start another")
-        refuse_hidden_states(batch)
+        check_hidden_states(batch, self._limits)
         return Ticket(batch.step, self._post(self._stepper, batch))
 
     def _post(self, stepper: Stepper, batch: ScheduleBatch) -> Future[Launched]:

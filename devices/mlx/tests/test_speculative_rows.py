@@ -186,7 +186,7 @@ def largest_difference(built: Any, requests: int, width: int) -> float:
             "input_ids": mx.array(ids[rows, positions]),
             "out_cache_loc": mx.array(pages[rows, positions // page_size] * page_size + positions % page_size),
         }
-        logits, cells, _ = forward.rows(fields, mx.array(pages), cells, [])
+        (logits,), cells, _ = forward.rows(fields, mx.array(pages), cells, [])
         return np.array(logits), cells
 
     every, cells = np.arange(requests, dtype=np.int32), list(built["pools"].cells)

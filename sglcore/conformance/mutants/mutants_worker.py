@@ -261,6 +261,25 @@ class Flatters(Changed):
         return result if found is None else replace(result, logprobs=replace(found, chosen=found.chosen + 0.5))
 
 
+class SwapsStates(Changed):
+    """Rows with equally many hidden states get each other's."""
+
+    def changed(self, result: BatchResult) -> BatchResult:
+        swapped = dict(result.hidden_states)
+        for row, states in result.hidden_states.items():
+            others = [other for other, found in result.hidden_states.items() if len(found) == len(states)]
+            swapped[others[others.index(row) - 1]] = states
+        return replace(result, hidden_states=swapped)
+
+
+class MistakesTheNorm(Changed):
+    """All hidden states are those after the last norm."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.hidden_modes is not None:
+            batch.hidden_modes = np.abs(batch.hidden_modes)
+
+
 class Overstates(Changed):
     """The limits promise twice the pages that there are."""
 
@@ -325,6 +344,8 @@ LEAVES_MASKS_OUT = _worker("masks left out", LeavesMasksOut)
 LEAVES_CHANGES_OUT = _worker("old additions to logits", LeavesChangesOut)
 MASKS_THE_NEXT_ROW = _worker("masks of the next row", MasksTheNextRow)
 FLATTERS = _worker("flattering log-probabilities", Flatters)
+SWAPS_STATES = _worker("hidden states swapped", SwapsStates)
+MISTAKES_THE_NORM = _worker("hidden states after the norm", MistakesTheNorm)
 OVERSTATES = _worker("limits overstated", Overstates)
 LATEST_WORKER = _worker("latest worker", latest())
 NEVER_CLOSES = Mutant(

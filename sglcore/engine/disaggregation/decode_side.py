@@ -19,6 +19,7 @@ from sglcore.sampling.plain_params import pack_params
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.schedule.returned_states import STATES
 
 if TYPE_CHECKING:
     from sglcore.engine.token_engine import TokenEngine
@@ -66,8 +67,15 @@ class DecodeSide:
 
     def mark(self, requests: list[Request]) -> None:
         """Mark the requests for prefill by a prompt engine. Each sample is sent separately, because
-        the prompt engine finds common prefixes. Raises RequestError for a prompt of embeddings."""
+        the prompt engine finds common prefixes. Raises RequestError for a prompt of embeddings, and
+        for requests for hidden states."""
         for request in requests:
+            if request.params.return_hidden_states is not None:
+                raise RequestError(
+                    "hidden states cannot be returned yet where another engine prefills the prompt; send the request"
+                    " to a prompt engine, or to a server without disaggregation",
+                    field=STATES,
+                )
             if request.embeds is not None:
                 raise RequestError(
                     "a prompt of embeddings cannot be prefilled by another engine; send it to a prompt engine"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
+from enum import IntEnum
 from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, OneShot, ScheduleBatch
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
 from sglcore.device.plan import StepPlan
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
@@ -33,12 +34,14 @@ ALIGN = 8
 
 _CODES: Mapping[np.dtype, int] = MappingProxyType({dtype: code for code, dtype in enumerate(DTYPES)})
 _TAGS: Mapping[type, int] = MappingProxyType({record: tag for tag, record in enumerate(RECORDS)})
+_ENUMS = frozenset({ForwardMode, CaptureHiddenMode})
+_BY_NAME: Mapping[str, type[IntEnum]] = MappingProxyType({kind.__name__: kind for kind in _ENUMS})
 _PLAIN = frozenset({int, str, bool, float, type(None)})
 
 
 def encode(record: Any) -> bytes:
-    """Return the bytes of a record, one of RECORDS. Raises TypeError for a value of another kind,
-    and ValueError for a one-shot value that is set."""
+    """Return the bytes of a record, one of RECORDS. Takes one-shot values. Raises TypeError for a
+    value of another kind."""
     arrays: list[np.ndarray] = []
     head = msgspec.msgpack.encode(_plain(record, arrays))
     parts = [len(head).to_bytes(8, "little"), head, bytes(-len(head) % ALIGN)]
@@ -71,10 +74,8 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
         values = [each if type(each) in _PLAIN else _plain(each, arrays) for each in _reader(kind)(value)]
         return {_TAGS[kind]: values}
     if kind is OneShot:
-        if value.is_set:
-            raise ValueError("a one-shot value is set, and it would be lost between processes")
-        return None
-    if kind is ForwardMode:
+        return _plain(value.take(), arrays) if value.is_set else None
+    if kind in _ENUMS:
         return int(value)
     if isinstance(value, Mapping):
         return [-1, list(value), [_plain(each, arrays) for each in value.values()]]
@@ -133,13 +134,19 @@ def _makers(kind: type) -> tuple[int, tuple[tuple[int, Callable[[Any], Any]], ..
 
 
 def _maker(item: Field[Any]) -> Callable[[Any], Any] | None:
-    """Return the conversion of one field; None: the value is used as it arrives. A one-shot value
-    arrives unset, as the declaration makes it: it is for one direct forward, and the receiver has
-    no use for it."""
+    """Return the conversion of one field. A one-shot value that was not set arrives unset."""
     declared = str(item.type)
-    if declared == "ForwardMode":
-        return ForwardMode
-    if declared.startswith("OneShot"):
+    if declared in _BY_NAME:
+        return _BY_NAME[declared]
+    if declared.startswith("OneShot["):
         make: Any = item.default_factory
-        return lambda _: make()
+        inner = _BY_NAME.get(declared.removeprefix("OneShot[").removesuffix("]"))
+        return lambda value: _one_shot(make(), value, inner)
     return None
+
+
+def _one_shot(made: OneShot[Any], value: Any, convert: Callable[[Any], Any] | None) -> OneShot[Any]:
+    """Set a one-shot to the value that arrived, in its own type; None: leave it unset."""
+    if value is not None:
+        made.put(value if convert is None else convert(value))
+    return made

@@ -1,5 +1,5 @@
-"""The output layer of a causal class of transformers on the engine's kernels, and the rest of what
-the class runs after its decoder."""
+"""The end of a causal class of transformers: its output layer on the engine's kernels, the rest of
+what the class runs after its decoder, and the decoder's last norm."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from sglcore.layers.linear import Head, Softcap
 from sglcore.layers.torch_layers import Build
-from sglcore.models.transformers_backend.kernel_layers import Rows
+from sglcore.models.transformers_backend.deferred_sums import added
+from sglcore.models.transformers_backend.kernel_layers import Norm, Rows
 from sglcore.models.transformers_backend.module_probes import embedding_scale
+from sglcore.models.transformers_backend.shape_walk import LENGTHS, walk
 
 
 class PackedHead(nn.Module):
@@ -197,3 +199,58 @@ class _Given(nn.Module):
         """[1, N, H] to [1, N, 1]."""
         self.given = hidden
         return _LOGITS.view(1, -1, 1)
+
+
+def find_last_norm(model: PreTrainedModel, *, has_states: bool) -> nn.Module | None:
+    """Return the norm that makes the decoder's result; None if the decoder does something else at
+    its end. Runs the model on the meta device.
+
+    `has_states`: the model keeps recurrent states, as for `walk`.
+    """
+    decoder: Any = model.base_model
+    normed: list[tuple[nn.Module, Any]] = []
+    ends: list[Any] = []
+    hooks = [
+        each.register_forward_hook(lambda module, _, found: normed.append((module, found)))
+        for each in decoder.modules()
+        if _may_be_norm(each)
+    ]
+    hooks.append(decoder.register_forward_hook(lambda *given: ends.append(given[-1][0])))
+    try:
+        walk(model, lengths=LENGTHS[:1], has_states=has_states)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not normed or not ends:
+        return None
+    module, found = normed[-1]
+    return module if found is ends[-1] else None
+
+
+class TakenInput:
+    """Takes the input of a norm while a `with` block runs the model; `rows` [T, H] is that input,
+    after the block."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm
+        self._taken: list[Tensor] = []
+
+    def __enter__(self) -> TakenInput:
+        self._hook = self._norm.register_forward_pre_hook(lambda _, given: self._taken.append(given[0]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    @property
+    def rows(self) -> Tensor:
+        """The input [T, H]. Raises ValueError if the norm did not run once."""
+        (taken,) = self._taken
+        return added(taken)[0].as_subclass(Tensor)
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm of the engine, or has only vectors as parameters, and no parts."""
+    parameters = [each for each in module._parameters.values() if each is not None]
+    has_vectors = bool(parameters) and all(each.dim() == 1 for each in parameters)
+    return isinstance(module, Norm) or (has_vectors and not module._modules)

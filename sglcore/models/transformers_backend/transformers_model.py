@@ -28,7 +28,7 @@ from sglcore.models.transformers_backend.host_routed_experts import take_routed
 from sglcore.models.transformers_backend.kernel_layers import NoDropout
 from sglcore.models.transformers_backend.kernel_replacement import Replaced, replace
 from sglcore.models.transformers_backend.moe_adapter import choose_experts, serve_experts, turned_weights
-from sglcore.models.transformers_backend.output_head import head_of, output_of
+from sglcore.models.transformers_backend.output_head import TakenInput, find_last_norm, head_of, output_of
 from sglcore.models.transformers_backend.shape_walk import DoesNotRun, use_attention
 from sglcore.models.transformers_backend.stateful_layers import Mixer, check_mixers, find_mixers
 from sglcore.models.transformers_backend.weight_names import Naming
@@ -56,6 +56,8 @@ class TransformersModel(Architecture):
                 f"{FARTHEST}",
                 remedy=f"set --max-model-len to at most {FARTHEST}",
             )
+        self._last_norm = find_last_norm(model, has_states=bool(self.state_layers))
+        self.against_norm_inputs = "" if self._last_norm is not None else "its class does not end with a norm"
         use_attention(model, MASKED if self._has_places else PAGED)
         _place(model, build)
         replaced.place(build)
@@ -100,6 +102,16 @@ class TransformersModel(Architecture):
             input_ids=ids, inputs_embeds=embeds, position_ids=batch.positions[None], use_cache=False, return_dict=True
         )
         return found.last_hidden_state[0]
+
+    def with_norm_inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return hidden states [T, H] after the last norm, and before it. Not to be captured."""
+        if self._last_norm is None:
+            return super().with_norm_inputs(batch)
+        if not batch.num_tokens:
+            return self(batch), self(batch)
+        with TakenInput(self._last_norm) as taken:
+            hidden = self(batch)
+        return hidden, taken.rows
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         """Token ids [T] to embeddings [T, H]."""

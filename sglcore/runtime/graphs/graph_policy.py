@@ -19,6 +19,8 @@ from sglcore.step.batch_field import Axis, Split, specs
 from sglcore.step.host_values import host_arrays
 
 Captured = TypeVar("Captured")
+NORM_INPUTS = "return_hidden_states_before_norm"
+"""The field of a batch that keeps it from the graphs: they have no output for it."""
 
 
 def generation(context: ForwardContext) -> tuple[int, int]:
@@ -147,4 +149,5 @@ class SizedGraphs(ABC, Generic[Captured]):
         """Return whether there is a graph for the batch's kind of step and size."""
 
     def _unread(self, batch: ForwardBatch) -> tuple[str, ...]:
-        return tuple(name for name in self._absent if getattr(batch, name) is not None)
+        found = tuple(name for name in self._absent if getattr(batch, name) is not None)
+        return (*found, NORM_INPUTS) if batch.return_hidden_states_before_norm else found

@@ -28,15 +28,17 @@ from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.streams import Streams, entered
-from sglcore.runtime.tp_worker import TpModelWorker, no_tokens
+from sglcore.runtime.tp_worker import TpModelWorker, no_tokens, read_back
 from sglcore.step.compute_shares import share
 from sglcore.step.emitting_rows import RowPlan, plan_rows
+from sglcore.step.hidden_rows import HiddenRows, hidden_rows
 from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore.step.step_output import StepOutput
 
 
 class SlicedModel(Protocol):
-    """A model with a forward in parts: `embed`, `run_layers` over all layers, and `finish`."""
+    """A model with a forward in parts: `embed`, `run_layers` over all layers, and
+    `finish_both`."""
 
     @property
     def sliced_layers(self) -> int:
@@ -54,8 +56,8 @@ class SlicedModel(Protocol):
         """
         ...
 
-    def finish(self, state: Any) -> Tensor:
-        """Return hidden states [T, H] after the last norm."""
+    def finish_both(self, state: Any) -> tuple[Tensor, Tensor]:
+        """Return hidden states [T, H] after the last norm, and before it."""
         ...
 
 
@@ -77,6 +79,8 @@ class OpenPrompt:
     """The batch with which the layers run, with its attention plan."""
     state: Any
     """Input state of the next layer."""
+    wanted: HiddenRows | None = None
+    """The hidden states that the prompt's step returns. None: it returns none."""
     done: int = 0
     """Number of layers that have run."""
 
@@ -124,6 +128,7 @@ class Slices:
         staged: ForwardBatch,
         arrays: StagedArrays | None,
         inputs: SamplingInputs,
+        wanted: HiddenRows | None = None,
     ) -> None:
         """Embed and plan a prompt and make it the open one. All its slices run on one stream.
 
@@ -138,11 +143,11 @@ class Slices:
             view.mark_forward_metadata_ready(self._attention.plan(view))
             with forward_context(self._runner.context(view, self._attention)):
                 state = self._model.embed(view)
-        self._open = OpenPrompt(host, rows, staged, arrays, inputs, view, state)
+        self._open = OpenPrompt(host, rows, staged, arrays, inputs, view, state, wanted)
 
-    def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
-        """Run the layers first <= i < last of the open prompt; return the prompt, and hidden states
-        [T, H] after the model's last layer, otherwise None.
+    def run(self, first: int, last: int) -> tuple[OpenPrompt, tuple[Tensor, Tensor] | None]:
+        """Run the layers first <= i < last of the open prompt; return the prompt, and after the
+        model's last layer hidden states [T, H] after the last norm and before it, otherwise None.
 
         After the last layer the prompt is closed. Raises ValueError if these are not the next
         layers, and StalePlanError if batch or pools changed since the plan. Does not wait.
@@ -156,10 +161,10 @@ class Slices:
             prompt.state, prompt.done = self._model.run_layers(prompt.state, first, last), last
             if last < self._model.sliced_layers:
                 return prompt, None
-            hidden = self._model.finish(prompt.state)
+            both = self._model.finish_both(prompt.state)
         self._open = None
         self._join()
-        return prompt, hidden
+        return prompt, both
 
     def _running(self) -> AbstractContextManager[object]:
         return nullcontext() if self._lane is None else entered(self._lane)
@@ -210,20 +215,24 @@ class SliceSteps:
         (first, last), states = batch.layers.tolist(), worker.runner.state_pool
         if first == 0:
             self._open(worker, batch)
-        prompt, hidden = self.slices.run(first, last)
+        prompt, both = self.slices.run(first, last)
         path = f"layers {first} to {last}"
-        if hidden is None:
+        if both is None:
             silent = StepOutput(RowPlan.silent(), path, no_tokens(prompt.staged.input_ids.device))
             return worker.issue(batch, prompt.staged, prompt.arrays, silent, self.slices.end(), is_counted=False)
+        hidden, before = both
         arrived = {} if prompt.arrays is None else prompt.arrays.arrived
         if states is not None:
             states.copy_out(arrived)
         tokens, scores = worker.sampling.run(prompt.host, prompt.staged, prompt.rows, hidden, prompt.inputs, arrived)
-        return worker.issue(batch, prompt.staged, prompt.arrays, StepOutput(prompt.rows, path, tokens, scores))
+        given = read_back(prompt.wanted, arrived, hidden, before)
+        output = StepOutput(prompt.rows, path, tokens, scores, hidden=given)
+        return worker.issue(batch, prompt.staged, prompt.arrays, output)
 
     def _open(self, worker: TpModelWorker, batch: ScheduleBatch) -> None:
         self.slices.forget()
         rows = plan_rows(batch)
         inputs = worker.sampling.inputs(batch, rows)
-        staged, arrays = worker.stage(batch, inputs)
-        self.slices.open(batch, rows, staged, arrays, inputs)
+        wanted = hidden_rows(batch)
+        staged, arrays = worker.stage(batch, inputs, {} if wanted is None else wanted.arrays)
+        self.slices.open(batch, rows, staged, arrays, inputs, wanted)

@@ -18,7 +18,7 @@ from sglcore.runtime.model_runner import Model
 
 @runtime_checkable
 class LayeredModel(Protocol):
-    """A model with the forward `finish(run_layers(embed(batch), 0, len(layers)))`."""
+    """A model with the forward `finish_both(run_layers(embed(batch), 0, len(layers)))[0]`."""
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -47,8 +47,8 @@ class LayeredModel(Protocol):
         """Return the state after the layers first <= i < last."""
         ...
 
-    def finish(self, state: Any, /) -> Tensor:
-        """Return hidden states [T, H] after the last norm."""
+    def finish_both(self, state: Any, /) -> tuple[Tensor, Tensor]:
+        """Return hidden states [T, H] after the last norm, and before it."""
         ...
 
     def logits(self, hidden: Tensor, /) -> Tensor:
@@ -77,6 +77,12 @@ class FeatureModel:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Run one forward; return hidden states, then features: [T, H + feature_size]."""
+        return self.with_norm_inputs(batch)[0]
+
+    def with_norm_inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Run one forward; return its output as a call does, and the inputs [T, H] of the last
+        norm.
+        """
         found: list[Tensor] = []
         model, first = self._model, 0
         state = model.embed(batch)
@@ -86,8 +92,8 @@ class FeatureModel:
             summed = state.hidden.clone() if state.residual is None else state.hidden + state.residual
             found.append(summed.flatten(1))
             first = layer
-        hidden = model.finish(model.run_layers(state, first, len(model.layers)))
-        return torch.cat([hidden, *found], -1)
+        hidden, before = model.finish_both(model.run_layers(state, first, len(model.layers)))
+        return torch.cat([hidden, *found], -1), before
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [N, vocab] for N rows of a forward's output [N, H + feature_size]."""

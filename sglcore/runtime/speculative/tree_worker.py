@@ -71,7 +71,7 @@ class TreeWorker(SpeculativeWorker):
         plan: RowPlan,
     ) -> Verified:
         sampled, width = self.sampling.sampler.sample(logits, state), logits.shape[0] // rows.slots.shape[0]
-        steps = min(self.shape.steps, width)
+        steps = self._steps_of(width)
         before = self._lengths.index_select(0, rows.slots)
         runs, path = self._walk(staged, rows, sampled, steps)
         if width > 1:
@@ -81,7 +81,10 @@ class TreeWorker(SpeculativeWorker):
         order = (path + firsts[:, None]).flatten()
         chain = self._chain(batch, staged, rows, before, order)
         plan = plan if steps == width else self._plan_of(len(order))
-        return Verified(chain, hidden.index_select(0, order), plan, along(sampled, order), runs, width)
+        return Verified(chain, hidden.index_select(0, order), plan, along(sampled, order), runs, width, order)
+
+    def _steps_of(self, width: int) -> int:
+        return min(self.shape.steps, width)
 
     def _plan_of(self, size: int) -> RowPlan:
         if self._plan.batch_size != size:

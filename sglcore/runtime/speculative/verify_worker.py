@@ -27,11 +27,12 @@ from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows, DrawDr
 from sglcore.runtime.speculative.target_features import features_of
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
-from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.runtime.tp_worker import TpModelWorker, read_back
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.draft_length import LengthController, Started, StepTimes
 from sglcore.step.emitting_rows import RowPlan, plan_rows
+from sglcore.step.hidden_rows import hidden_rows
 from sglcore.step.sampling_arrays import NO_INPUTS, SamplingInputs
 from sglcore.step.step_output import StepOutput
 from sglcore.step.verification_rows import WideRows, node_limits, wide_rows, widen
@@ -54,9 +55,9 @@ class VerifiedRows:
 class Verified(NamedTuple):
     """The result of a verification, as chains with the same number of rows per request.
 
-    Their `batch`, hidden [T, H], the plan of the sampled rows, and the tokens sampled after each
-    row. `runs` int32[4, B]: accepted draft tokens, verified ones, the row of the last accepted
-    token, and the request's new number of KV slots. The draw had `width` rows per request.
+    Their `batch`, hidden [T, H], the plan of the sampled rows, the sampled tokens, and `runs`
+    int32[4, B]. The draw had `width` rows per request. `order` int32[T]: the rows of the step that
+    these are (None: all, in order).
     """
 
     batch: ForwardBatch
@@ -65,6 +66,7 @@ class Verified(NamedTuple):
     sampled: SampledTokens[Tensor]
     runs: Tensor
     width: int
+    order: Tensor | None = None
 
 
 class SpeculativeWorker(TpModelWorker):
@@ -116,15 +118,17 @@ class SpeculativeWorker(TpModelWorker):
     def _extend(self, batch: ScheduleBatch) -> Ticket:
         rows, states = plan_rows(batch), self.runner.state_pool
         inputs = self.sampling.inputs(batch, rows)
-        more = _chunk_arrays(batch, rows)
-        staged, arrays = self.stage(batch, inputs, more)
+        wanted, more = hidden_rows(batch), _chunk_arrays(batch, rows)
+        staged, arrays = self.stage(batch, inputs, more if wanted is None else {**more, **wanted.arrays})
         assert arrays is not None
-        hidden, path = self.runner.forward(staged)
+        hidden, before, path = self.runner.forward_both(staged)
         if states is not None:
             states.copy_out(arrays.arrived)
         tokens, prompt = self.sampling.run(batch, staged, rows, hidden, inputs, arrays.arrived)
         self._advance_prompts(batch, staged, rows, hidden, arrays.arrived)
-        output = StepOutput(rows, path, tokens, prompt, drafts=self._drafts(batch, staged.req_pool_indices))
+        given = read_back(wanted, arrays.arrived, self._states_of(hidden), before)
+        drafts = self._drafts(batch, staged.req_pool_indices)
+        output = StepOutput(rows, path, tokens, prompt, hidden=given, drafts=drafts)
         return self.issue(batch, staged, arrays, output)
 
     def _advance_prompts(
@@ -164,7 +168,8 @@ class SpeculativeWorker(TpModelWorker):
         is_steady = batch.masks is None and self.sampling.is_steady(wide.number)
         many = batch if is_steady else widen(batch, wide)
         inputs = NO_INPUTS if is_steady else self.sampling.inputs(many, wide.plan)
-        arrays = self._arrays(batch, inputs, width)
+        wanted = hidden_rows(batch, self._steps_of(width))
+        arrays = self._arrays(batch, inputs, width, {} if wanted is None else wanted.arrays)
         staged = self.runner.init_batch(batch, arrays, width)
         rows = self._rows_of(batch, arrays.arrived)
         if (given := arrays.arrived.get("proposals")) is not None:
@@ -177,11 +182,13 @@ class SpeculativeWorker(TpModelWorker):
             staged.run_slots, staged.run_targets, staged.run_lens, staged.run_rows = runs
         if self.sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
-        hidden, path = self.runner.forward(staged)
+        hidden, before, path = self.runner.forward_both(staged)
         logits = self.runner.logits(hidden, None)
         state = self.sampling.state(many, wide.plan, inputs, arrays.arrived, self._ends(staged))
         found = self._decided(batch, staged, rows, hidden, logits, state, wide.plan)
-        output = StepOutput(found.plan, path, found.sampled, runs=(found.runs[0], found.runs[1]))
+        before = before if before is None or found.order is None else before.index_select(0, found.order)
+        given = read_back(wanted, arrays.arrived, self._states_of(found.hidden), before)
+        output = StepOutput(found.plan, path, found.sampled, runs=(found.runs[0], found.runs[1]), hidden=given)
         self.length.choose(batch.batch_size)
         is_same = self.length.tokens == planned
         self._times.begin(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
@@ -195,12 +202,24 @@ class SpeculativeWorker(TpModelWorker):
             ticket = self.issue(batch, staged, arrays, output)
         return ticket
 
-    def _arrays(self, batch: ScheduleBatch, inputs: SamplingInputs, width: int) -> StagedArrays:
+    def _states_of(self, hidden: Tensor) -> Tensor:
+        """Return the model's hidden states [T, H] in a forward's output, without features of the
+        drafter.
+        """
+        return hidden if self._feature_size is None else hidden[:, : -self._feature_size]
+
+    def _steps_of(self, width: int) -> int:
+        """Return the rows per request of a `Verified`, where a step has `width`."""
+        return width
+
+    def _arrays(
+        self, batch: ScheduleBatch, inputs: SamplingInputs, width: int, more: Mapping[str, NDArray]
+    ) -> StagedArrays:
         """Return the host arrays of a verification that the device does not have yet, those of
-        `inputs` included.
+        `inputs` and of `more` included.
         """
         assert batch.cell_limits is not None
-        sent, known = dict(inputs.arrays), self._rows
+        sent, known = {**inputs.arrays, **more}, self._rows
         is_new = (
             known is None
             or known.composition != batch.composition

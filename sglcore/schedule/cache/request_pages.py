@@ -68,7 +68,7 @@ class Memory:
         lacks prompt log-probabilities); `grow` allocates the rest."""
         total = request.num_tokens
         known = self._match(request) if self.caches and request.embeds is None else []
-        path = [] if request.scores_prompt else known[: self._shareable(known)]
+        path = [] if request.needs_prefill else known[: self._shareable(known)]
         locked = sum(node.users == 0 for node in path)
         missing = self.pages_for(total) - len(path)
         if missing + promised > self.available - locked:

@@ -53,6 +53,8 @@ Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_TEXT)]
 Patterns = Annotated[Items[Pattern], Field(max_length=MAX_STOP_PATTERNS)]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_TEXT)]
+HiddenStates = bool | Literal["last", "all"]
+"""Which hidden states the answer has; what true stands for depends on the endpoint."""
 Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
 
@@ -146,9 +148,11 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(SamplingFields):
-    """The fields that completions and chats share; None: not given. At most one field may constrain
-    the answer (`response_format`, one of `structured_outputs`, `guided_...`, `json_schema`,
-    `regex`, `grammar`, `ebnf`), which `generation_params` checks."""
+    """The fields that completions and chats share.
+
+    `return_hidden_states`: true or "last" for the hidden state from which the last token was drawn,
+    "all" for those of all tokens of the prompt and the output but the last.
+    """
 
     model: str | None = None
     n: Positive | None = None
@@ -174,6 +178,8 @@ class GenerationFields(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_hidden_states: HiddenStates | None = None
+    return_hidden_states_before_norm: bool | None = None
     return_progress: bool | None = None
     user: Ignored[str] = None
 
@@ -252,6 +258,8 @@ def generation_params(
         grammar=grammar,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         token_rules=_token_rules(body),
+        return_hidden_states="last" if body.return_hidden_states is True else body.return_hidden_states,
+        return_hidden_states_before_norm=body.return_hidden_states_before_norm,
         logit_bias=bias_of(body.logit_bias or {}),
         **body.given("n", "stop", "priority", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
     )

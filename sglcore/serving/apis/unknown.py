@@ -125,7 +125,8 @@ CHANGING = frozenset(
         *("continue_final_message", "add_generation_prompt", "chat_template", "documents"),
         *("bad_words", "allowed_token_ids", "thinking_token_budget"),
         *("truncate_prompt_tokens", "logits_processors", "custom_logit_processor", "return_tokens_as_token_ids"),
-        *("lora", "lora_path", "lora_request", "prompt_embeds", "input_embeds", "return_hidden_states"),
+        *("lora", "lora_path", "lora_request", "prompt_embeds", "input_embeds"),
+        *("return_hidden_states", "return_hidden_states_before_norm"),
         *("typical_p", "typical", "tfs_z", "top_a", "top_n_sigma", "mirostat"),
         *("dynatemp_range", "samplers", "repeat_last_n", "penalty_last_n", "smoothing_factor", "adaptive_target"),
         *("audio", "images", "image_data", "video_data", "audio_data", "multi_modal_data"),
@@ -161,10 +162,17 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 """Values with which a field has no effect, in addition to null, false, 0 and empty values."""
 
 REASONS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(
-        _BEAMS,
-        "beam search compares all beams after every token, while here each sample has its own seed and does not depend"
-        " on the others; n gives several samples",
-    )
+    {
+        **dict.fromkeys(
+            _BEAMS,
+            "beam search compares all beams after every token, while here each sample has its own seed and does not"
+            " depend on the others; n gives several samples",
+        ),
+        **dict.fromkeys(
+            ("return_hidden_states", "return_hidden_states_before_norm"),
+            "this endpoint's answers have no place for hidden states; /v1/completions, /v1/chat/completions and"
+            " /generate return them",
+        ),
+    }
 )
 """Why some of the fields in CHANGING are not supported."""

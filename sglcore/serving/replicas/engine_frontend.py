@@ -29,6 +29,7 @@ from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import ContextError
 from sglcore.schedule.result_checks import check_request, longest_prompt
+from sglcore.schedule.returned_states import STATES
 from sglcore.serving.replicas.engine_launch import Launcher
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
 from sglcore.serving.replicas.metrics.health import Health
@@ -179,13 +180,15 @@ class Frontend:
         progress: bool = False,
         request_id: str | None = None,
         answer_id: str = "",
+        prompts: int = 1,
     ) -> Generation:
-        """Start to generate for one prompt, and return the generation, without waiting for tokens.
-        `special` adds the tokens that the checkpoint puts around text; `progress`: report the
-        progress of the prompt; `request_id`: None for a new one; `answer_id`: the id of the answer
-        that the prompt belongs to, with other prompts. Waits for the tokenizer, and while the
-        server is paused. Raises RequestError, TextError, NotReady, Overloaded, and InvalidRequest
-        for a `request_id` that is in use; then nothing was started."""
+        """Start to generate for one prompt, and return the generation. `special` adds the tokens
+        that the checkpoint puts around text; `progress`: report the progress of the prompt;
+        `answer_id`: the id of the answer that the prompt belongs to, with other prompts; `prompts`:
+        the number of prompts of that answer, which share its limit of hidden states. Waits while
+        the server is paused. Raises RequestError, TextError, NotReady, Overloaded, and
+        InvalidRequest for a `request_id` that is in use or for too many hidden states; then nothing
+        was started."""
         clock = self.metrics.clock()
         info = self._known_info()
         self._refuse_overload(info, params.n)
@@ -194,6 +197,8 @@ class Frontend:
         with self._counted(params.n):
             ids = await self.tokenize(prompt, special=special, most=self.longest_prompt(info))
         self._check(ids, params, info)
+        if params.return_hidden_states is not None:
+            self._check_hidden_states(len(ids), params, info, prompts)
         seed = params.seed if params.seed is not None else fresh_seed()
         name = request_id or f"req-{secrets.token_hex(12)}"
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
@@ -314,6 +319,25 @@ class Frontend:
             )
         request = Request("unsent", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
         check_request(request, Limits(**info.limits))
+
+    def _check_hidden_states(self, tokens: int, params: SamplingParams, info: ModelInfo, prompts: int) -> None:
+        """Raise InvalidRequest if the hidden states of a prompt with this number of `tokens` may
+        exceed its part of the answer's limit, one of `prompts`."""
+        states, most = 1, self.config.max_hidden_states
+        if params.return_hidden_states == "all":
+            longest = info.max_model_len if params.max_tokens is None else tokens + params.max_tokens
+            states = min(longest, info.max_model_len) - 1
+        values = states * params.n * prompts * info.limits["hidden_size"]
+        if values > most:
+            less = (
+                'set return_hidden_states to "last", set a lower max_tokens' if states > 1 else "request fewer samples"
+            )
+            raise InvalidRequest(
+                f"the hidden states of this request may have {values} values ({states} tokens of each sample)",
+                wanted=f"at most {most} (max_hidden_states)",
+                remedy=f"{less}, or start the server with a larger --max-hidden-states",
+                param=STATES,
+            )
 
     def _count_closed(self, samples: int) -> None:
         self._open -= samples

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from types import TracebackType
 
+import numpy as np
+
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.schedule.request_output import EngineOutput
@@ -236,6 +238,7 @@ def joined(parts: Sequence[TextDelta]) -> TextDelta:
         return parts[0]
     last = parts[-1]
     scored = [part.logprobs for part in parts if part.logprobs is not None]
+    states = [part.hidden_states for part in parts if part.hidden_states is not None]
     return TextDelta(
         last.request_id,
         last.index,
@@ -244,6 +247,7 @@ def joined(parts: Sequence[TextDelta]) -> TextDelta:
         last.finish_reason,
         tuple(chain.from_iterable(scored)) if scored else None,
         last.error,
+        np.concatenate(states) if states else None,
     )
 
 

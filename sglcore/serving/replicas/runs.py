@@ -130,7 +130,7 @@ async def start_runs(
         for place, prompt in enumerate(prompts):
             with blame(field if len(prompts) == 1 else f"{field}[{place}]"):
                 own, answer = (name, "") if name is None or len(prompts) == 1 else (f"{name}-{place}", name)
-                ids = {"request_id": own, "answer_id": answer}
+                ids = {"request_id": own, "answer_id": answer, "prompts": len(prompts)}
                 found = await frontend.generate(prompt, params, special=special, progress=progress, **ids)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # gives other tasks a turn between many prompts

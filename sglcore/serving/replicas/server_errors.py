@@ -156,7 +156,7 @@ def failure(error: BaseException) -> Failure | None:
         return Failure(400, str(error), INVALID, parameter_of(error))
     if isinstance(error, RequestError | TextError | GrammarError):
         code = "context_length_exceeded" if isinstance(error, ContextError) else None
-        return Failure(400, str(error), INVALID, error.field if isinstance(error, TextError) else None, code)
+        return Failure(400, str(error), INVALID, None if isinstance(error, GrammarError) else error.field, code)
     return None
 
 

@@ -41,6 +41,8 @@ def value(rng: np.random.Generator, name: str, declared: str) -> Any:
     if "SamplingBatch" in declared or "HostSampling" in declared:
         params = SamplingParams(temperature=0.7, top_k=3, logit_bias={5: 1.5}, min_tokens=2)
         return SamplingBatch.from_params([(params, 7, 0, 4, (2,)), (SamplingParams(temperature=0.0), 2**64 - 1)])
+    if declared.startswith("Mapping[int, NDArray"):
+        return {int(row): array(rng, declared) for row in rng.integers(0, 99, size=rng.integers(0, 3))}
     if declared.startswith("Mapping[int, TokenLogprobs]"):
         return {int(row): filled(rng, TokenLogprobs) for row in rng.integers(0, 99, size=rng.integers(0, 3))}
     for word, make in (
@@ -94,11 +96,15 @@ def test_what_arrives_may_be_written_to_and_lies_as_torch_wants_it() -> None:
     assert found.slots.flags.writeable and found.slots.flags.aligned
 
 
-def test_a_one_shot_value_that_is_set_is_refused_rather_than_lost() -> None:
+def test_one_shot_values_that_are_set_cross_in_their_own_type_and_others_arrive_unset() -> None:
     batch = filled(np.random.default_rng(2), ScheduleBatch)
     batch.capture_hidden_mode.put(CaptureHiddenMode.FULL)
-    with pytest.raises(ValueError, match="one-shot"):
-        encode(batch)
+    batch.seq_lens_cpu_cache.put(np.array([3, 4], np.int32))
+    found = decode(bytearray(encode(batch)))
+    assert found.capture_hidden_mode.take() is CaptureHiddenMode.FULL
+    assert found.seq_lens_cpu_cache.take().tolist() == [3, 4]
+    assert not found.return_hidden_states_before_norm.is_set
+    assert found.slots.tolist() == batch.slots.tolist()
 
 
 def test_a_value_of_a_kind_that_nobody_thought_of_is_refused() -> None:

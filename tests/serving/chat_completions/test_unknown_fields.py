@@ -151,7 +151,6 @@ def test_values_that_change_nothing_are_let_through(served: dict[bool, Applicati
         ("lora_request", {}, {"id": 1}),
         ("prompt_embeds", None, "a"),
         ("input_embeds", [], [[0.5]]),
-        ("return_hidden_states", False, True),
         ("multi_modal_data", {}, {"image": "a"}),
         ("audio", None, {"voice": "a"}),
         ("audio_data", [], ["a"]),

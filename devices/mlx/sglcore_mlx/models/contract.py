@@ -45,8 +45,8 @@ class StateShape:
 
 
 class SlicedModel(Protocol):
-    """A model with a forward that can be split: `embed`, then `run_layers` for consecutive ranges
-    that cover all layers, then `finish`."""
+    """A model with a forward that can be split: `embed`, `run_layers` over all layers,
+    `finish_both`."""
 
     @property
     def sliced_layers(self) -> int:
@@ -62,8 +62,8 @@ class SlicedModel(Protocol):
         used again."""
         ...
 
-    def finish(self, state: Any) -> mx.array:
-        """Return hidden states [T, H] after the last norm, from the state after all layers."""
+    def finish_both(self, state: Any) -> tuple[mx.array, mx.array]:
+        """Return hidden states [T, H] after the last norm, and before it."""
         ...
 
 
@@ -96,6 +96,16 @@ class Model(Protocol):
     def __call__(self, batch: ForwardBatch) -> mx.array:
         """Return hidden states [T, H] after the last norm; keys, values and states go through the
         functions of the batch."""
+        ...
+
+    @property
+    def against_norm_inputs(self) -> str:
+        """Why `with_norm_inputs` raises; empty if it does not."""
+        ...
+
+    def with_norm_inputs(self, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
+        """Return hidden states [T, H] after the last norm, and before it. Raises `ConfigError` if
+        the model is not run by layers."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -8,13 +8,14 @@ is the same as without speculation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.state import SampledTokens
+from sglcore.step.hidden_rows import hidden_rows
 from sglcore.step.sampling_arrays import NO_INPUTS
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
@@ -25,7 +26,7 @@ from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.speculative.ngram import propose
 from sglcore_mlx.speculative.verify import NONE, Drafts, Placed, Runs, accept, make_drafts, place
-from sglcore_mlx.stepper import Launched, Stepper
+from sglcore_mlx.stepper import Captured, Decode, Launched, Stepper, hidden_arrays, read_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,7 @@ class SpeculativeStepper(Stepper):
         self._tokens = tokens
         self._counts = Counts(tokens, tokens)
         self._wide: WideRows | None = None
-        rows = self._forward.rows
-        self._rows = mx.compile(rows) if self._compiles else rows
+        self._wide_decodes: dict[int, Decode] = {}
         state.drafts = make_drafts(sizes.max_requests, tokens)
         self._sampling.make_history(state)
         mx.eval(state.arrays())
@@ -111,18 +111,27 @@ class SpeculativeStepper(Stepper):
         many = batch if is_steady else widen(batch, wide)
         inputs = NO_INPUTS if is_steady else self._sampling.inputs(many, wide.plan)
         arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
-        logits, rows, placed, path = self._verify_logits(batch, width)
+        logits, captured, rows, placed, path = self._verify_logits(batch, width)
         sampled = self._sampling.verify(many, wide.plan, logits, inputs, arrived, self._state, placed.lengths)
         runs = self._accept(sampled, rows, placed)
         self._propose(rows.slots, runs.lengths, runs.roots, rows.most)
         drafts = self._told(batch, rows.slots)
-        return StepOutput(wide.plan, path, sampled, runs=(runs.accepted, runs.proposed), drafts=drafts)
+        counts = runs.accepted, runs.proposed
+        return StepOutput(wide.plan, path, sampled, runs=counts, drafts=drafts, hidden=captured)
 
-    def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Rows, Placed, str]:
-        """Return logits float32 [B * N, V] for N = `width` tokens of each of B requests, the
-        requests, their tokens, and the name of the path. Writes the tokens to the history before
-        anything reads it, so that MLX writes in place."""
-        count, state, table = batch.batch_size, self._state, self._table
+    def _wide_decode_for(self, num_hidden: int) -> Decode:
+        """As `_decode_for`, for several tokens of each request."""
+        if num_hidden not in self._wide_decodes:
+            rows = replace(self._forward, num_hidden=num_hidden).rows
+            self._wide_decodes[num_hidden] = mx.compile(rows) if self._compiles else rows
+        return self._wide_decodes[num_hidden]
+
+    def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Captured | None, Rows, Placed, str]:
+        """Return logits float32 [B * N, V], the requested hidden states, the requests, their
+        tokens, and the name of the path. Writes the tokens to the history before anything reads it,
+        so that MLX writes in place."""
+        count, state, table, wanted = batch.batch_size, self._state, self._table, hidden_rows(batch, width)
+        num_hidden = hidden_arrays(batch, wanted)
         most = int(most_lens(batch, width).max())
         pages = bucket(-(-most // table.page_size), table.rows.shape[1])
         size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
@@ -140,10 +149,11 @@ class SpeculativeStepper(Stepper):
             "input_ids": placed.ids.reshape(-1),
             "out_cache_loc": placed.cells(page_table, table.page_size),
         }
-        logits, state.cells, _ = self._rows(fields, page_table, state.cells, [])
+        decode = self._wide_decode_for(num_hidden)
+        (logits, *hidden), state.cells, _ = decode(fields, page_table, state.cells, [])
         path = f"compiled:{size}x{width}" if self._compiles else "eager"
         rows = Rows(slots[:count], limits[:count], most)
-        return logits[: count * width], rows, placed.first(count), path
+        return logits[: count * width], read_back(wanted, *hidden), rows, placed.first(count), path
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
         number = batch.composition * (self._tokens + 2) + width
@@ -194,4 +204,4 @@ class SpeculativeStepper(Stepper):
         """Wait for the running step and release compiled functions, as `Stepper.close`; call it on
         the stream thread."""
         super().close()
-        del self._rows
+        del self._wide_decodes

@@ -202,6 +202,7 @@ class DeepseekV4ForCausalLM(CausalLM):
         """Return the first layer's input: every stream starts with the embedded tokens."""
         return LayerState(self.hc_head.begin(self.embed_tokens.embed(batch)), None, batch)
 
-    def finish(self, state: LayerState) -> Array:
-        """Combine the streams and apply the last norm; returns [T, H]."""
-        return self.norm(self.hc_head.end(state.hidden))
+    def finish_both(self, state: LayerState) -> tuple[Array, Array]:
+        """Combine the streams and apply the last norm; also return its input."""
+        combined = self.hc_head.end(state.hidden)
+        return self.norm(combined), combined

@@ -110,16 +110,19 @@ class Frame(Answer):
 
 
 class ChoiceEnd(Answer):
-    """The common fields of a choice and its last part, in completions and chats. `index`: of the
-    choice, from 0. `stop_reason`: the stop string, or the token of `stop_token_ids`, that ended it
-    (null: it ended for another reason). `seed_used` reproduces the sample. `token_ids` are sent if
-    requested. `warnings`: parts of the schema that are not enforced and that the text violates, or
-    the reason why this is not known. `error`: why the sample failed, if it did."""
+    """The common fields of a choice and its last part, in completions and chats.
+
+    `seed_used` reproduces the sample. `hidden_states`: the last one, or with "all" one for each
+    token of the prompt and each token of the output but the last. `warnings`: parts of the schema
+    that are not enforced and that the text violates, or the reason why this is not known. `error`:
+    why the sample failed, if it did.
+    """
 
     index: int
     stop_reason: int | str | None = None
     seed_used: int | None = None
     token_ids: list[int] | None = None
+    hidden_states: list[float] | list[list[float]] | None = None
     warnings: list[str] | None = None
     error: ErrorDetail | None = None
 

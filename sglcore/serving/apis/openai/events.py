@@ -13,6 +13,7 @@ from sglcore.serving.apis.answer import DONE, cut_of, encode, error_body, event,
 from sglcore.serving.apis.logprob_records import CompletionLogprobs, chat_logprobs, prompt_scores
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.request_params import GenerationFields
+from sglcore.serving.apis.shown_states import shown_states
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Run, Writer
 from sglcore.serving.chat.parsers.delta import Delta
@@ -102,7 +103,10 @@ class ChatWriter(_Writer[ChatRun]):
         check_answered([output])
         answer = {
             **self._frame("chat.completion"),
-            "choices": [self._choice(*found) for found in zip(messages, output.outputs, strict=True)],
+            "choices": [
+                {**self._choice(*found), **await shown_states(found[1], body.return_hidden_states)}
+                for found in zip(messages, output.outputs, strict=True)
+            ],
             "usage": self._usage([output]),
         }
         if body.return_token_ids:
@@ -122,7 +126,10 @@ class ChatWriter(_Writer[ChatRun]):
             if found.index not in begun:
                 begun.add(found.index)
                 yield chunk(self._first(found.index, run.output))
-            yield chunk({"choices": [self._part(found, run.output)]})
+            part = self._part(found, run.output)
+            if found.finish_reason is not None:
+                part |= await shown_states(run.output.outputs[found.index], self._body.return_hidden_states)
+            yield chunk({"choices": [part]})
         yield self._last([run.output])
 
     def _choice(self, message: ChatMessage, sample: Completion) -> dict[str, Any]:
@@ -186,7 +193,10 @@ class CompletionWriter(_Writer[Runs]):
         samples = [(output, sample) for output in outputs for sample in output.outputs]
         return {
             **self._frame(self._chunk),
-            "choices": [self._choice(place, *found) for place, found in enumerate(samples)],
+            "choices": [
+                {**self._choice(place, *found), **await shown_states(found[1], self._body.return_hidden_states)}
+                for place, found in enumerate(samples)
+            ],
             "usage": self._usage(outputs),
         }
 
@@ -199,6 +209,9 @@ class CompletionWriter(_Writer[Runs]):
                 yield chunk({"choices": [], "prompt_progress": _progress(item)})
                 continue
             part = self._part(place * (self._body.n or 1) + item.index, runs.outputs[place], item, records)
+            if part is not None and item.finish_reason is not None:
+                sample = runs.outputs[place].outputs[item.index]
+                part |= await shown_states(sample, self._body.return_hidden_states)
             if part is not None:
                 yield chunk({"choices": [part]})
         yield self._last(runs.outputs)

@@ -19,8 +19,17 @@ from sglcore.serving.apis.answer import DONE, Stream, documented, event, warning
 from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.logprob_records import finite
 from sglcore.serving.apis.openai.body import Ids, as_prompts
-from sglcore.serving.apis.request_params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
+from sglcore.serving.apis.request_params import (
+    MOST_IDS,
+    HiddenStates,
+    SamplingFields,
+    Stop,
+    Stops,
+    completed,
+    sampling_params,
+)
 from sglcore.serving.apis.shared_body import Body, Count, Items, Positive, Seed
+from sglcore.serving.apis.shown_states import native_states
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.chat_frontend import ChatFrontend
@@ -61,9 +70,12 @@ class SglangSampling(SamplingFields):
 
 class GenerateBody(Body):
     """The body of /generate: a request to continue one prompt or several, each a text or a list of
-    token ids. Exactly one of `text` and `input_ids` is accepted, which the endpoint checks.
-    `top_logprobs_num` has an effect only with `return_logprob`; `rid`: the id of the request (None:
-    a new one)."""
+    token ids.
+
+    `return_hidden_states`: true or "all" for a list of the hidden states of the prompt, followed by
+    those of the output's tokens but the last; "last" for the one from which the last token was
+    drawn.
+    """
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"sampling_params": SglangSampling})
 
@@ -72,6 +84,8 @@ class GenerateBody(Body):
     sampling_params: SglangSampling | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Count | None = None
+    return_hidden_states: HiddenStates | None = None
+    return_hidden_states_before_norm: bool | None = None
     stream: bool | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
@@ -117,6 +131,7 @@ class _Writer(Writer[Runs]):
         super().__init__(frontend)
         self._texts, self._is_list, self._began = texts, body.is_list, time.perf_counter()
         self._reads_text = frontend.codec.reads_text
+        self._wanted = body.return_hidden_states
 
     async def answer(self, run: Runs) -> Any:
         """Return the whole answer, an object for each sample, ordered by prompt and then by sample:
@@ -124,7 +139,7 @@ class _Writer(Writer[Runs]):
         failed."""
         outputs = await run.wait()
         check_answered(outputs)
-        found = [self._sample(output, sample) for output in outputs for sample in output.outputs]
+        found = [await self._shown(output, sample) for output in outputs for sample in output.outputs]
         return found if self._is_list else found[0]
 
     def _sample(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
@@ -150,6 +165,13 @@ class _Writer(Writer[Runs]):
             ]
         return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": about}
 
+    async def _shown(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
+        """Return the object of a sample, with its hidden states if it has ended."""
+        found = self._sample(output, sample)
+        if self._wanted:
+            found["meta_info"] |= await native_states(sample, self._wanted, len(output.prompt_token_ids))
+        return found
+
     def _text(self, token_id: int) -> str | None:
         return self._texts.text(token_id) if self._reads_text else None
 
@@ -163,7 +185,7 @@ class _Writer(Writer[Runs]):
             output = run.outputs[place]
             sample = output.outputs[item.index]
             extra = {"index": place * len(output.outputs) + item.index} if self._is_list else {}
-            yield event({**self._sample(output, sample), **extra})
+            yield event({**await self._shown(output, sample), **extra})
         check_answered(run.outputs)
         yield DONE
 
@@ -207,6 +229,8 @@ def _params(body: GenerateBody, frontend: ChatFrontend) -> tuple[SamplingParams,
             stop_token_ids=tuple(given.stop_token_ids or ()),
             include_stop_str_in_output=given.no_stop_trim,
             grammar=grammar,
+            return_hidden_states=body.return_hidden_states,
+            return_hidden_states_before_norm=body.return_hidden_states_before_norm,
             **given.given("n", "skip_special_tokens"),
         )
     return params, form
