@@ -31,8 +31,15 @@ if TYPE_CHECKING:
 
 NumPrompts = Annotated[int, typer.Option(help="Total number of requests.")]
 InputLen = Annotated[str, typer.Option(help="Prompt length in tokens: a number, or a range such as 32..256.")]
-OutputLen = Annotated[str, typer.Option(help="Output length in tokens: a number, or a range.")]
-SharedPrefix = Annotated[int, typer.Option(help="Number of tokens in a common prefix that is added to every prompt.")]
+OutputLen = Annotated[
+    str, typer.Option(help="Output length in tokens: a number, or a range. The end-of-sequence token is ignored.")
+]
+SharedPrefix = Annotated[
+    int,
+    typer.Option(
+        help="Number of tokens in a common prefix, in addition to --random-input-len, except of long prompts."
+    ),
+]
 Seed = Annotated[
     int,
     typer.Option(
@@ -45,16 +52,23 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the results and
 Plot = Annotated[Path | None, typer.Option(help="Plot the results to this PNG file; needs matplotlib.")]
 Goodput = Annotated[
     list[str] | None,
-    typer.Option(help="Latency goal in milliseconds, such as ttft:200, tpot:50 or e2e:5000; may be repeated."),
+    typer.Option(
+        help="Latency goal in milliseconds, such as ttft:200, tpot:50 or e2e:5000; may be repeated. Also reports the"
+        " requests per second that meet all of them."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 ApiKey = Annotated[str, typer.Option(help="API key of the server.", envvar="SGLCORE_API_KEY", show_envvar=True)]
 VocabSize = Annotated[
-    int | None, typer.Option(help="Vocabulary size; prompts use token ids below it. Default: read from /server_info.")
+    int | None,
+    typer.Option(
+        help="Vocabulary size; prompts use token ids below it. Default: read from /server_info, which only sglcore has."
+    ),
 ]
 RequestRate = Annotated[str, typer.Option(help="Requests per second (Poisson arrivals); inf sends all at once.")]
 MaxConcurrency = Annotated[
-    int | None, typer.Option(help="Maximum number of requests in flight; the client holds back the rest.")
+    int | None,
+    typer.Option(help="Maximum number of requests in flight; the client holds back the rest. Default: no limit."),
 ]
 LongPrompts = Annotated[
     int, typer.Option(help="Number of extra long prompts, to measure how much they delay the tokens of other requests.")
@@ -75,8 +89,13 @@ def serve(
     seed: Seed = 0,
     temperature: Temperature = 0.0,
     long_prompts: LongPrompts = 0,
-    long_tokens: Annotated[int, typer.Option(help="Length of each long prompt in tokens.")] = 8192,
-    long_every: Annotated[float, typer.Option(help="Seconds between long prompts.")] = 5.0,
+    long_tokens: Annotated[
+        int, typer.Option(help="Length of each long prompt in tokens. No effect without --long-prompts.")
+    ] = 8192,
+    long_every: Annotated[
+        float,
+        typer.Option(help="Seconds between long prompts, and before the first. No effect without --long-prompts."),
+    ] = 5.0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
     goodput: Goodput = None,
     json_file: Json = None,

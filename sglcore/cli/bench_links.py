@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 def links(
     smallest: Annotated[int, typer.Option(help="Size of the smallest tensor per rank, in bytes.")] = 1 << 10,
-    largest: Annotated[int, typer.Option(help="Size of the largest tensor in bytes; sizes grow by a factor of 4.")] = 1
-    << 26,
+    largest: Annotated[
+        int, typer.Option(help="Size of the largest tensor per rank, in bytes; sizes grow by a factor of 4.")
+    ] = 1 << 26,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Benchmark all-reduce and all-to-all between the ranks of --tp N on this machine, without a
-    model.
+    """Benchmark all-reduce and all-to-all between the ranks of --tp N (2 or more) on this machine,
+    without a model.
 
     Prints latency and bandwidth fitted to the results, in the units of the cluster file of `sglcore
     advise`.

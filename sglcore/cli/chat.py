@@ -35,12 +35,21 @@ Ctrl-C stops an answer; its text so far stays in the conversation."""
 def chat(
     model: options.ModelArgument = None,
     url: Annotated[
-        str | None, typer.Option(help="Chat with this server instead, such as http://127.0.0.1:8000.")
+        str | None,
+        typer.Option(
+            help="Chat with this server instead, such as http://127.0.0.1:8000. An error with MODEL and engine flags."
+        ),
     ] = None,
     api_key: Annotated[
-        str, typer.Option(help="API key of the server.", envvar="SGLCORE_API_KEY", show_envvar=True)
+        str,
+        typer.Option(
+            help="API key of the server. No effect without --url.", envvar="SGLCORE_API_KEY", show_envvar=True
+        ),
     ] = "",
-    model_name: Annotated[str | None, typer.Option(help="Model name on the server; default: the first one.")] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option(help="Model name on the server; default: the first one. No effect without --url."),
+    ] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of output tokens; default: what the context length allows.")
@@ -50,9 +59,15 @@ def chat(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."),
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling); default:"
+            " the checkpoint's, or 1, which is off."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed; makes every answer reproducible.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Random seed; makes every answer reproducible. Default: a new one for each answer."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answers.")] = False,
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,

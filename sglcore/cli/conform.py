@@ -33,15 +33,21 @@ def conform(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     result: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
-    hardware: Annotated[str, typer.Option(help='Description of the hardware; "simulated" if there is none.')] = "",
+    hardware: Annotated[
+        str, typer.Option(help='Description of the hardware in the result; "simulated" if there is none.')
+    ] = "",
     record: Annotated[Path | None, typer.Option(help="Record the steps of a run on this device to a file.")] = None,
     replay: Annotated[
         Path | None, typer.Option(help="Replay recorded steps on this device and compare the results.")
     ] = None,
     table: Annotated[
-        Path | None, typer.Option(help="Print the support table for the result files in this folder.")
+        Path | None,
+        typer.Option(help="Run nothing, and print the support table for the result files in this folder."),
     ] = None,
-    into: Annotated[Path | None, typer.Option(help="Write the table between its markers in this document.")] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(help="Write the table between its markers in this document. No effect without --table."),
+    ] = None,
     plugin: Annotated[
         list[str] | None, typer.Option("-p", "--plugin", help="pytest plugin to load; may be repeated.")
     ] = None,

@@ -41,7 +41,7 @@ class Survey:
 def devices(
     name: str = typer.Argument("", help="Show only this device."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-    bring_up: bool = typer.Option(False, "--bring-up", help="Print the start-up steps of the device NAME."),
+    bring_up: bool = typer.Option(False, "--bring-up", help="Print only the start-up steps of the device. Needs NAME."),
 ) -> None:
     """List the device packages, what they detect on this machine, and which one would be used."""
     from sglcore.cli import render

@@ -30,16 +30,29 @@ def generate(
             help='Text to complete; "-" reads standard input. Default: standard input, unless it is a terminal.',
         ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message of the user.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Treat the prompt as a chat message of the user, in the checkpoint's chat template."
+        ),
+    ] = False,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="Sampling temperature; 0 is greedy: --top-k, --top-p, --min-p and --seed then have no effect."
+        ),
+    ] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 0,
     top_p: Annotated[
         float,
-        typer.Option(help="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."),
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling); 1 is off."
+        ),
     ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens whose probability is below this fraction of the most likely one's.")
+        float,
+        typer.Option(help="Drop tokens whose probability is below this fraction of the most likely one's; 0 is off."),
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Random seed; default: a new one, which is printed.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,

@@ -40,7 +40,7 @@ told to stop, the leader must finish first."""
 def serve(
     model: options.ModelArgument = None,
     model_path: Annotated[
-        str | None, typer.Option(*flag_names("model"), help="MODEL as a flag. [SGLCORE_MODEL]")
+        str | None, typer.Option(*flag_names("model"), help="MODEL as a flag; an error if both differ. [SGLCORE_MODEL]")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the address.")] = False,
     verbose: options.Verbose = False,
@@ -50,7 +50,8 @@ def serve(
     Ollama, and a chat page at /. On a node other than the first, hold ranks of it for the server
     there.
 
-    Each flag can be set by the environment variable in brackets; the flag takes precedence.
+    Each flag can be set by the environment variable in brackets; the flag takes precedence. A
+    variable separates repeated values by commas, and is 0 or 1 for a flag without a value.
     """
     given = settings or {}
     if model is not None and model_path is not None and model != model_path:

@@ -43,13 +43,20 @@ _NODES, _CONFIG = (flag.removeprefix("--").replace("-", "_") for flag in (NODES_
 _OTHERS: Mapping[str, Any] = MappingProxyType(
     {
         _NODES: Annotated[
-            int | None, typer.Option(NODES_FLAG, help="Number of draft tokens plus one.", rich_help_panel=OTHERS)
+            int | None,
+            typer.Option(
+                NODES_FLAG,
+                help="Number of draft tokens plus one; an error with --draft-tokens. With --draft-width above 1,"
+                " --draft-tokens then sets --draft-depth.",
+                rich_help_panel=OTHERS,
+            ),
         ],
         _CONFIG: Annotated[
             str | None,
             typer.Option(
                 SPECULATIVE_FLAG,
-                help=f"{', '.join(map(_flag_of, SPECULATIVE_KEYS.values()))} as JSON: {', '.join(SPECULATIVE_KEYS)}.",
+                help=f"{', '.join(map(_flag_of, SPECULATIVE_KEYS.values()))} as JSON: {', '.join(SPECULATIVE_KEYS)}."
+                " An error for what a flag sets too.",
                 rich_help_panel=OTHERS,
             ),
         ],

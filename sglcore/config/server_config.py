@@ -29,18 +29,27 @@ class ServerConfig:
     )
     port: int = setting(8000, "Port to listen on; default: 8000. 0 takes a free one.", least=0)
     served_model_name: tuple[str, ...] = setting(
-        (), "Model name that requests use; may be repeated. Default: the model's own name."
+        (),
+        "Model name that requests use; may be repeated. Default: the Hugging Face name, or that of the folder or file.",
     )
     api_key: tuple[str, ...] = setting(
-        (), "Key that a request must send; may be repeated. Without keys, every request is served.", is_secret=True
+        (),
+        "Key that a request must send; may be repeated. The page / and the health probes need none."
+        " Without keys, every request is served.",
+        is_secret=True,
     )
-    api_key_file: str | None = setting(None, "File with keys, one per line, in addition to those of --api-key.")
-    ssl_certfile: str | None = setting(None, "File with the server's certificate and its chain; turns TLS on.")
+    api_key_file: str | None = setting(
+        None,
+        "File with keys, one per line, in addition to those of --api-key; lines that begin with # are"
+        " skipped. Read only at start-up.",
+    )
+    ssl_certfile: str | None = setting(None, "PEM file with the server's certificate and its chain; turns TLS on.")
     ssl_keyfile: str | None = setting(
-        None, "Private key of the certificate, if ssl_certfile does not contain it; needs --ssl-certfile."
+        None,
+        "PEM file with the private key, if the file of --ssl-certfile does not contain it. Needs --ssl-certfile.",
     )
     ssl_keyfile_password: str | None = setting(
-        None, "Password of the private key; needs --ssl-certfile.", is_secret=True
+        None, "Password of the private key. Needs --ssl-certfile.", is_secret=True
     )
     ssl_ca_certs: str | None = setting(
         None,
@@ -50,19 +59,30 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "Additional host name, without port, that a request's Host header may have; may be"
-        " repeated, * allows all. Checked on a loopback address, and on any if given.",
+        " repeated, * allows all; others get 403. Not checked if --host is no loopback address and"
+        " this flag is not given.",
     )
     cors_origins: tuple[str, ...] = setting(
-        (), "Origin whose pages may call the server from a browser; may be repeated, * allows all. Default: none."
+        (),
+        "Origin, such as https://example.org, whose pages may call the server from a browser; may be"
+        " repeated, * allows all. Default: none.",
     )
     max_request_bytes: int = setting(
-        8 << 20, "Maximum size of a request body, in bytes; default: 8388608 (8 MiB).", least=1
+        8 << 20,
+        "Maximum size of a request body, in bytes, except an uploaded batch file; more gets 413."
+        " Default: 8388608 (8 MiB).",
+        least=1,
     )
     max_batch_file_bytes: int = setting(
-        200 << 20, "Maximum size of an uploaded batch file, in bytes; default: 209715200 (200 MiB).", least=1
+        200 << 20,
+        "Maximum size of an uploaded batch file, in bytes; more gets 413. No effect without"
+        " --batch-folder. Default: 209715200 (200 MiB).",
+        least=1,
     )
     max_header_bytes: int = setting(
-        32 << 10, "Maximum size of a request's headers, in bytes; default: 32768 (32 KiB).", least=1
+        32 << 10,
+        "Maximum size of a request's URL and headers, in bytes; more gets 431. Default: 32768 (32 KiB).",
+        least=1,
     )
     max_connections: int = setting(
         4096,
@@ -70,7 +90,7 @@ class ServerConfig:
         least=1,
     )
     max_concurrent_requests: int = setting(
-        1024, "Maximum number of POST requests in progress, at most 1024 by default; more get 429.", least=1
+        1024, "Maximum number of POST requests in progress, waiting ones too; more get 429. Default: 1024.", least=1
     )
     max_queued_requests: int = setting(
         2048,
@@ -78,34 +98,44 @@ class ServerConfig:
         " requests beyond it get 429. Default: 2048.",
         least=0,
     )
-    max_prompts: int = setting(1024, "Maximum number of prompts in one request; default: 1024.", least=1)
-    max_n: int = setting(64, "Maximum number of samples per prompt (n); default: 64.", least=1)
-    max_logprobs: int = setting(20, "Maximum number of alternatives per token (top_logprobs); default: 20.", least=0)
-    max_hidden_states: int = setting(
-        2 << 20,
-        "Maximum number of values in the hidden states of one answer, tokens times hidden size times samples;"
-        " default: 2097152. 0: no answer has any.",
-        least=0,
+    max_prompts: int = setting(
+        1024, "Maximum number of prompts, or texts to embed, in one request; more get 400. Default: 1024.", least=1
+    )
+    max_n: int = setting(
+        64,
+        "Maximum number of samples per prompt (n), more get 400; all prompts of a request together may"
+        " have more, up to --max-prompts. Default: 64.",
+        least=1,
+    )
+    max_logprobs: int = setting(
+        20, "Maximum number of alternatives per token (top_logprobs); more get 400. Default: 20.", least=0
     )
     max_prompt_tokens: int | None = setting(
-        None, "Maximum number of tokens in a prompt; default: what the context length allows.", least=1
+        None,
+        "Maximum number of tokens in a prompt; longer ones get 400. Default: what the context length allows.",
+        least=1,
     )
     vllm_metrics: bool = setting(False, "Export the metrics under vLLM's names as well. Default: off.")
     strict_fields: bool = setting(
         False,
-        "Reject requests that have unknown fields. Default: off, which ignores them and"
+        "Reject requests that have unknown fields (400). Default: off, which ignores them and"
         " names them in a response header.",
     )
     max_stored_responses: int = setting(
         256,
-        "Number of /v1/responses answers that are stored for later requests, up to 64 MiB in total; default: 256.",
+        "Maximum number of /v1/responses answers kept in memory for later requests, up to 64 MiB in"
+        " total; the oldest are dropped, and a restart loses all. 0 keeps none. Default: 256.",
         least=0,
     )
     batch_folder: str | None = setting(
-        None, "Folder that stores the files and batches of /v1/files and /v1/batches; default: both are off."
+        None,
+        "Folder that stores the files and batches of /v1/files and /v1/batches; made if it is missing,"
+        " for one server only. Default: both are off.",
     )
     max_batch_requests: int = setting(
-        16, "Maximum number of batch requests that run at the same time; needs --batch-folder. Default: 16.", least=1
+        16,
+        "Maximum number of batch requests that run at the same time. No effect without --batch-folder. Default: 16.",
+        least=1,
     )
     header_timeout: float = setting(10.0, "Seconds that a client may take to send the request headers; default: 10.")
     body_timeout: float = setting(
@@ -126,7 +156,9 @@ class ServerConfig:
         "Seconds that a connection stays open after an answer, for a next request; default: 75.",
     )
     drain_timeout: float = setting(
-        30.0, "Seconds that running requests may take to finish when the server stops; default: 30."
+        30.0,
+        "Seconds that running requests may take to finish after SIGTERM or Ctrl-C, while new ones are"
+        " refused; then they fail. A second signal stops at once. Default: 30.",
     )
     shutdown_timeout: float = setting(
         10.0,
@@ -134,32 +166,38 @@ class ServerConfig:
     )
     restart: bool = setting(
         False,
-        "Restart an engine process that died. Default: off. No effect with several replicas, which are always"
-        " restarted.",
+        "Restart an engine process that died, until 3 starts in a row fail. Default: off, and the server"
+        " ends too. No effect with --replicas above 1, which are always restarted. With --nodes: give it"
+        " on each host; an error if a launcher such as torchrun restarts the hosts.",
     )
     heartbeat_timeout: float = setting(
         20.0,
-        "Seconds without a heartbeat after which an engine process is killed, at least 120"
-        " during its start; default: 20.",
+        "Seconds without a heartbeat after which an engine process is killed (then as --restart says),"
+        " at least 120 during its start; default: 20.",
     )
     step_timeout: float = setting(
-        600.0, "Seconds that one step may take before its engine process is killed; default: 600."
+        600.0,
+        "Seconds that one step may take before its engine process is killed (then as --restart says); default: 600.",
     )
     replicas: int = setting(
         1,
-        "Number of engine processes (data parallel replicas) behind this endpoint; default: 1. Not with --nodes.",
+        "Number of engine processes (data parallel replicas) behind this endpoint, each with a whole"
+        " model on --tp devices of its own; on cpu they share the processor. An error with --nodes"
+        " above 1. Default: 1.",
         least=1,
     )
     replica_env: tuple[str, ...] = setting(
         (),
         "Environment variable of each replica, NAME=VALUE, where {index} is its number from 0; may be repeated."
-        " If one contains {index}, it is taken to select each replica's devices, and none are assigned.",
+        " If one contains {index}, it is taken to select each replica's devices, and none are assigned."
+        " SGLCORE_* is an error.",
     )
     role: str = setting(
         "both",
         "Role in prefill/decode disaggregation: both (default: no disaggregation), prompt"
         " (prefill, also for other engines; needs --pages-address), or decode (the engines"
-        " of --peers prefill).",
+        " of --peers prefill). prompt and decode: speculation is off; an error with --tp above 1, a"
+        " kind of --speculative, --hisparse, --task embed, and on some models.",
         choices=("both", "prompt", "decode"),
     )
     peers: tuple[str, ...] = setting(
@@ -171,34 +209,43 @@ class ServerConfig:
     pages_address: str | None = setting(
         None,
         "HOST:PORT on which a prefill engine serves KV pages; each further replica takes"
-        " the next port (port 0: a free one each). Only with --role prompt, which needs it.",
+        " the next port. Only with --role prompt, which needs it.",
     )
     pages_secret: str | None = setting(
         None,
         "Secret that prefill and decode engines share; connections without it are refused."
-        " Needed if --pages-address is not a loopback address.",
+        " Needed if --pages-address is not a loopback address. No effect with --role both.",
         is_secret=True,
     )
     ray: str | None = setting(
         None,
-        "Start the replicas, or the nodes of one model, with Ray: address of a cluster,"
-        " auto, or local. Needs sglcore[ray].",
+        "Start the replicas, or with --nodes the other hosts of one model, with Ray: auto (the cluster"
+        " that this machine is in), HOST:PORT of its head, or local (a new cluster of this machine)."
+        " Needs sglcore[ray].",
     )
     ray_resources: tuple[str, ...] = setting(
-        (), "Ray resource of each replica, NAME=AMOUNT, such as GPU=1; may be repeated. Needs --ray."
+        (),
+        "Ray resource that each replica reserves, NAME=AMOUNT, such as GPU=1; may be repeated. Needs --ray;"
+        " an error with --nodes above 1. Default: CPU=1 and no accelerator.",
     )
     tool_parser: str = setting(
-        "auto", "Parser of tool calls: auto (default: detected from the chat template), off, or a parser's name."
+        "auto",
+        "Parser of tool calls: auto (default: detected from the chat template), off, or a parser's name"
+        " (an error if it does not fit the chat template).",
     )
     reasoning_parser: str = setting(
-        "auto", "Parser of reasoning: auto (default: detected from the chat template), off, or a parser's name."
+        "auto",
+        "Parser of reasoning: auto (default: detected from the chat template), off, or a parser's name"
+        " (an error if it fails its test with this tokenizer).",
     )
-    chat_template: str | None = setting(None, "File with a chat template that replaces the checkpoint's.")
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template that replaces the checkpoint's. An error with --skip-tokenizer."
+    )
     otlp_traces_endpoint: str | None = setting(
         None,
         "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318; default: no traces.",
     )
-    log_file: str | None = setting(None, "File to log to; default: standard error.")
+    log_file: str | None = setting(None, "File that log lines are appended to; default: standard error.")
     log_level: str = setting(
         "info", "Log level: debug, info (default), warning or error.", choices=("debug", "info", "warning", "error")
     )
