@@ -15,7 +15,7 @@ from tests.architecture import rules
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = ROOT / "tests" / "device" / "contract.txt"
 PACKAGE, SPARSE = 550, 200
-MOST_FIELDS, MOST_METHODS, MOST_KERNELS = 180, 48, 66
+MOST_FIELDS, MOST_METHODS, MOST_KERNELS = 190, 48, 66
 """Most fields of all records, most methods of all classes that a device brings or calls, and most
 kernels of the table."""
 MOST_OF_A_RECORD = (("DevicePackage", 16), ("Facts", 15), ("Limits", 36), ("BatchResult", 12), ("ScheduleBatch", 44))
