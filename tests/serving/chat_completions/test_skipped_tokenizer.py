@@ -222,6 +222,7 @@ OF_TOKENS: dict[str, Any] = {
     **{"dry_sequence_breakers": ("a",), "logit_bias": {5: 1.0}, "stop_token_ids": (7,), "ignore_eos": True},
     **{"min_tokens": 2, "logprobs": 3, "prompt_logprobs": 3, "skip_special_tokens": False},
     **{"include_stop_str_in_output": True, "token_rules": TokenRules((7,), ())},
+    **{"return_hidden_states": "last", "return_hidden_states_before_norm": False},
 }
 """Without `dry_multiplier`, `dry_sequence_breakers` have no effect."""
 
