@@ -45,8 +45,9 @@ class UsesUp:
                 state.residual.mul_(2)
         return state
 
-    def finish(self, state: State) -> Tensor:
-        return state.hidden + (0 if state.residual is None else state.residual) + 100
+    def finish_both(self, state: State) -> tuple[Tensor, Tensor]:
+        summed = state.hidden + (0 if state.residual is None else state.residual)
+        return summed + 100, summed
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -63,6 +64,8 @@ def check(kind: Any, has_residual: bool) -> None:
     assert model.logits(found).tolist() == [[116.0] * 2] * TOKENS
     assert features_of(found, model.feature_size)[0].tolist() == found[0, SIZE:].tolist()
     assert features_of(found, None) is found
+    again, before = kind(UsesUp(has_residual), (0, 1, 3, LAYERS)).with_norm_inputs(batch)
+    assert again.tolist() == found.tolist() and before.tolist() == [[16.0] * 2] * TOKENS
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
