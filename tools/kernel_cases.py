@@ -43,7 +43,7 @@ from sglcore.runtime.kernels.triton.sparse import (
     sparse_attention,
     sparse_plan,
 )
-from sglcore.runtime.kernels.triton.tuning import Option, Tuning
+from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Option, Tuning
 from sglcore.sampling.gumbel_race import make_race_tables
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
@@ -118,6 +118,7 @@ def cases(tuning: Tuning) -> Cases:
         every[name] = partial(_mqa, dtype, size, codec, heads, width, tokens, tuning)
     for dtype in (BF16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _indexer(dtype, tuning).items()}
+    every |= _small_tiles(tuning)
     for dtype in (BF16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _recurrent(dtype, tuning).items()}
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
@@ -358,6 +359,25 @@ def _mqa(
         sparse_attention.sparse_mqa(q, pool, window, pool, chosen[:, 128:].contiguous(), torch.empty(heads), *form)
     else:
         sparse_attention.sparse_mqa(q, pool, chosen, None, None, None, *form)
+
+
+def _small_tiles(tuning: Tuning) -> Cases:
+    """DeepSeek-V4's attention over one list, half of the heads at a time, and its compressors, 8
+    tokens at a time: programs that leave half of the registers and of the shared memory to others.
+    """
+    tuning = replace(tuning, compress_tokens=8, compress_elements=1024, compress=LaunchConfig(64, 1))
+    tuning = replace(tuning, sparse_heads=32, sparse_mqa=LaunchConfig(256, 1))
+    q, listed, sinks = torch.empty(4, 64, 512, dtype=BF16), torch.empty(4, 640, dtype=torch.int32), torch.empty(64)
+    codec = _own(RowCodec(512, exact=64), tuning)
+    pools = {"": torch.empty(CELLS, 512, dtype=BF16), " in 8 bits": torch.empty(CELLS, codec.num_bytes).byte()}
+    every: Cases = {
+        f"one list of bfloat16 rows of 512{form}": partial(
+            sparse_attention.sparse_mqa, q, pool, listed, None, None, sinks, 1.0, 512, codec if form else None, tuning
+        )
+        for form, pool in pools.items()
+    }
+    compressors = _indexer(BF16, tuning).items()
+    return every | {f"{name} by 8 bfloat16": case for name, case in compressors if name.startswith("blocks")}
 
 
 def _own(codec: RowCodec, tuning: Tuning) -> RowCodec:

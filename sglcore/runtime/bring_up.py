@@ -31,7 +31,7 @@ from sglcore.runtime.graphs.graph_choice import capture, make_backend
 from sglcore.runtime.hisparse.hisparse_bring_up import asks_for_hisparse, hisparse, hisparse_config
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.hisparse_entries import REACHING
-from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted
+from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted_to
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress, row_sizes
 from sglcore.runtime.memory.kv_rows import ROWS, RowPool
@@ -189,11 +189,8 @@ def attention(
     """
     layers, windows = model.attention_layers, pools.windows
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
-    kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
-    kernels = fitted(kernels, KernelTable.greedy, (logits,), refusals=refusals)
-    for layer in layers:
-        for entry, call in layer.calls(pools.token_to_kv.page_size):
-            kernels = fitted(kernels, entry, call, refusals=refusals)
+    draws = (KernelTable.draw, (logits, None, None)), (KernelTable.greedy, (logits,))
+    kernels = fitted_to(kernels, draws, refusals)
     ledger.record(*refusals.rows())
 
     def make(found: Sequence[Attention], table: ReqToTokenPool, cells: KVPool, whom: str) -> AttentionBackend:
@@ -201,14 +198,17 @@ def attention(
         if speculation is not None and speculation.tree is not None:
             shape = replace(shape, features=shape.features | {TREE_MASK})
 
-        def built(kind: type[AttentionBackend]) -> AttentionBackend:
-            return kind(shape, table, cells, kernels, hisparse)
+        def built(kind: type[AttentionBackend], refusals: Refusals | None = None) -> AttentionBackend:
+            calls = (call for layer in layers for call in kind.calls(layer, pools.req_to_token))
+            return kind(shape, table, cells, fitted_to(kernels, calls, refusals), hisparse)
 
         def tried(backend: type[AttentionBackend], captured: bool) -> str:
             return failure_of(partial(built, backend), found, model.dtype, getattr(torch, facts.index_dtype), captured)
 
-        given = config, package, facts, str(model.dtype), shape, cells, whom, ledger, tried
-        return built(choose_attention(*given, verifies=speculation is not None))
+        given, refused = (config, package, facts, str(model.dtype), shape, cells, whom, ledger, tried), Refusals()
+        backend = built(choose_attention(*given, verifies=speculation is not None), refused)
+        ledger.record(*refused.rows())
+        return backend
 
     if windows is None or pools.token_to_kv.layout == ROWS:
         return make(layers, pools.req_to_token, pools.token_to_kv, "the model")

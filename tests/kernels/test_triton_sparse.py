@@ -25,7 +25,7 @@ from sglcore.runtime.kernels.triton import Tuning, grouped_product, triton_kerne
 from sglcore.runtime.kernels.triton.sparse import compressor, indexer, pool_rows, sparse_attention
 from tests.kernels.guards import Guards, mutated
 
-SMALL = Tuning(elements=32, programs=64, index_tokens=16, index_scanned=16)
+SMALL = Tuning(elements=32, programs=64, index_tokens=16, index_scanned=16, compress_tokens=2, compress_elements=16)
 """Gives several programs, parts, splits and blocks even for small tensors."""
 MODULES = {
     "sparse_mqa": sparse_attention,
@@ -104,6 +104,16 @@ def test_a_kernel_gives_what_the_reference_gives_within_its_bounds(
     guards.check()
 
 
+@pytest.mark.parametrize("at_once", [1, 8, 128])
+def test_a_block_is_the_same_whatever_number_of_tokens_is_added_up_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = Guards(monkeypatch)
+    tuning = replace(SMALL, compress_tokens=at_once, compress_elements=4 * at_once)
+    check(compressor, "compress", guards, 7, torch.float32, tuning=tuning)
+    guards.check()
+
+
 @pytest.mark.parametrize(("float8", "converted"), [(E4M3FN, E4M3FN), (E4M3FNUZ, None), (E4M3FNUZ, E4M3FNUZ)])
 @pytest.mark.parametrize("entry", ["sparse_mqa", "paged_mqa", "index_logits"])
 def test_rows_in_eight_bits_are_read_in_each_form_by_their_bits_and_by_instructions(
@@ -142,6 +152,10 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("compress", "(read < -1)[:, None]", "(read < 0)[:, None]"),
     ("compress", "token % RATIO * WIDTH", "token // RATIO * WIDTH"),
     ("compress", "channel < SIZE", "channel <= SIZE"),
+    ("compress", "total * kept", "total"),
+    ("compress", "entry * kept", "entry"),
+    ("compress", "best = highest", "best = tl.max(gate, axis=0)"),
+    ("compress", "token = first + ", "token = "),
     ("compress", "(row * state_stride)", "(row * 0)"),
     ("grouped_linear", "row < tokens", "row <= tokens"),
     ("grouped_linear", "column < SIZE", "column <= SIZE"),

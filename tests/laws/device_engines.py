@@ -14,6 +14,7 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.package import DevicePackage, resolve
+from tests.attention.on_packages import over_heads
 from tests.checkpoints import gemma2, gpt_oss
 from tests.laws import half
 
@@ -69,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize over the package's attention backends and graph kinds, and over `overlap` (graphs
     only with it)."""
     package: DevicePackage = vars(metafunc.module)["package"]
-    names = [name for name in package.attention if name != "reference"]
+    names = over_heads(package)
     ahead = [True] if metafunc.function is test_graphs else [True, False]
     for name, values in (("attention", names), ("graph", list(package.graphs)), ("overlap", ahead)):
         if name in metafunc.fixturenames:

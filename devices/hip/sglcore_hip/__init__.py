@@ -14,6 +14,7 @@ package = DevicePackage(
     attention={
         "aiter": "sglcore_hip.attention_aiter:AiterAttention",
         "triton": "sglcore_hip.attention_triton:TritonAttention",
+        "hip_radix": "sglcore_hip.attention_compressed:DeepseekV4HipRadixBackend",
         "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
         "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
     },

@@ -1,12 +1,16 @@
-"""The kernel table of an AMD GPU: the core's Triton kernels, launched with the GPU's wave size."""
+"""The kernel table of an AMD GPU: the core's Triton kernels, launched with the GPU's wave size, and
+preferred to them, AITER's attention over listed rows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglcore.device.errors import DeviceError
+from sglcore.device.package import resolve
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_hip.capability import WIDE_WAVE, Capability, read_capability
+from sglcore_hip.compressor import CompressorHip
 
 if TYPE_CHECKING:
     from sglcore.runtime.kernels.triton import Tuning
@@ -24,8 +28,15 @@ def kernels() -> KernelTable:
         )
         raise DeviceError(f"the kernels of this device cannot be used: {error}", remedy=remedy) from error
     capability = read_capability()
-    table = triton_kernels(tuning(capability))
+    table = with_libraries(triton_kernels(tuning(capability)), capability)
     return table if capability.float8 is None else table.storing(capability.float8)
+
+
+def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
+    """Return the table with AITER's function for `sparse_mqa`, or, if it cannot be used, with the
+    reason in the table's `refused`.
+    """
+    return table.offering("aiter", "sparse_mqa", lambda: resolve("sglcore_hip.sparse_aiter:entry", "hip")(capability))
 
 
 def tuning(capability: Capability) -> Tuning:
@@ -39,7 +50,7 @@ def tuning(capability: Capability) -> Tuning:
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
     wide = capability.wave_size == WIDE_WAVE
-    return Tuning(
+    launches = Tuning(
         lanes=capability.wave_size,
         float8=capability.float8,
         programs=2 * capability.compute_units,
@@ -47,3 +58,18 @@ def tuning(capability: Capability) -> Tuning:
         decode=LaunchConfig(256 if wide else 128, 1),
         extend=LaunchConfig(256 if wide else 128, 1),
     )
+    return CompressorHip.of(capability).tuned(one_list(launches)) if wide else launches
+
+
+def one_list(launches: Tuning) -> Tuning:
+    """Return the launches with those of attention over the lists of `DeepseekV4HipRadixBackend`
+    on waves of 64.
+
+    A program holds 32 heads and one tile of 16 rows. Compiled for gfx942 with rows of 512 elements
+    in bfloat16, it has 224 registers and 32 KiB of local memory, so two programs fit on a compute
+    unit. With 64 heads and two tiles it has 307 and 64 KiB, and only one fits. For gfx950: 236 and
+    337 registers. No speed was measured.
+    """
+    from sglcore.runtime.kernels.triton import LaunchConfig
+
+    return replace(launches, sparse_heads=32, sparse_mqa=LaunchConfig(256, 1))

@@ -126,6 +126,30 @@ def resized(given: dict, chosen: dict) -> dict:
     return found
 
 
+def listed() -> Calls:
+    """Return the calls for two tokens with lists of three rows of one pool."""
+    given = {
+        "q": torch.zeros(2, 4, 512, dtype=torch.bfloat16, device=DEVICE),
+        "unified_kv": torch.zeros(8, 512, dtype=torch.bfloat16, device=DEVICE),
+        "kv_indices": int32(DEVICE, 0, 5, -1, 7, 1, 2),
+        "kv_indptr": int32(DEVICE, 0, 3, 6),
+        "attn_sink": torch.zeros(4, device=DEVICE),
+        "softmax_scale": 0.125,
+    }
+    function = importlib.import_module("aiter.ops.triton.attention.pa_decode_sparse").pa_decode_sparse
+    return Calls(function, given, LISTED, vendor())
+
+
+LISTED = (
+    Wrong("unified_kv", Tensor.half, "queries in half precision"),
+    Wrong("attn_sink", Tensor.cpu, "everything on one device"),
+    Wrong("unified_kv", lambda rows: rows[:, :256], "rows [rows, dim] of a power of two"),
+    Wrong("kv_indices", Tensor.long, "kv_indices int32"),
+    Wrong("kv_indptr", lambda starts: starts[:-1], "kv_indptr int32"),
+    Wrong("attn_sink", Tensor.half, "attn_sink float32"),
+)
+
+
 MADE = {"decode": lambda: changing(decode(), pages=16, heads=4), "prefill": lambda: changing(prefill(), dim=64, rows=2)}
 
 
@@ -137,6 +161,15 @@ def test_paged_decode_refuses(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("wrong", PREFILL, ids=lambda wrong: wrong.says)
 def test_batch_prefill_refuses(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     MADE["prefill"]().check_refused(wrong, monkeypatch)
+
+
+@pytest.mark.parametrize("wrong", LISTED, ids=lambda wrong: wrong.says)
+def test_attention_over_lists_refuses(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed().check_refused(wrong, monkeypatch)
+
+
+def test_every_precondition_of_attention_over_lists_is_violated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed().check_covered(monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(MADE))

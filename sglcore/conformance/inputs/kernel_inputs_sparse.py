@@ -19,8 +19,9 @@ from sglcore.runtime.kernels.row_codec import RowCodec
 PAGE = 8
 ROTATED = 8
 POSITIONS = 60
-PUBLISHED = ((576, 1), (512, 2))
-"""(elements of a row, number of lists) of DeepSeek-V3.2 and of DeepSeek-V4."""
+PUBLISHED = ((576, 1, False), (512, 2, True), (512, 1, True))
+"""(elements of a row, number of lists, whether there are sinks) of DeepSeek-V3.2 and of V4,
+whose layers with a window only have one list."""
 PUBLISHED_TOKENS = MappingProxyType({0: 0, 3: 2})
 """Tokens to run in those sizes, by the case's number of tokens; few, because they take time where
 kernels are interpreted."""
@@ -206,13 +207,19 @@ def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     `drawn`: one list, and two with sinks; some tokens choose nothing. Then the numbers of heads and
     elements of the published models. `strided`: rows are slices of wider rows."""
     for (size, codec), value_size, lists in zip(_codecs(drawn), (16, 44), (1, 2), strict=True):
-        yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
-    for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
-        yield _attention(drawn, PUBLISHED_TOKENS[tokens], (64, size, 512), lists, None, strided)
+        yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided, lists == 2)
+    for size, lists, has_sinks in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
+        yield _attention(drawn, PUBLISHED_TOKENS[tokens], (64, size, 512), lists, None, strided, has_sinks)
 
 
 def _attention(
-    drawn: Draw, tokens: int, sizes: tuple[int, int, int], lists: int, codec: RowCodec | None, strided: bool
+    drawn: Draw,
+    tokens: int,
+    sizes: tuple[int, int, int],
+    lists: int,
+    codec: RowCodec | None,
+    strided: bool,
+    has_sinks: bool,
 ) -> tuple[Any, ...]:
     """Return the arguments of one call of `sparse_mqa` for `tokens` tokens; `sizes`: heads,
     elements of a row, elements of a value; `lists`: 1, or 2 with sinks."""
@@ -223,7 +230,7 @@ def _attention(
         chosen = _chosen(drawn, tokens, width)
         given += [_pool(drawn, 40, size, chosen[chosen >= 0].long(), codec), chosen]
     given += [None, None] if lists == 1 else []
-    sinks = drawn.values(heads).float() if lists == 2 else None
+    sinks = drawn.values(heads).float() if has_sinks else None
     return q, *given, sinks, 1.5 * size**-0.5, value_size, codec
 
 

@@ -138,7 +138,8 @@ def select_attention(
         if backend is not None and not reason and backend.facts.library and tried is not None:
             reason = tried(backend)
         if backend is not None and not reason:
-            why = f"requested; serves {whom}" if explicit else "; ".join([f"first that serves {whom}", *refused])
+            said = [f"requested; serves {whom}"] if explicit else [f"first that serves {whom}", *refused]
+            why = "; ".join([*said, *filter(None, (backend.remark(),))])
             ledger.record(Row("attention", explicit or "auto", name, why, "choose with --attention-backend"))
             return backend
         refused.append(f"{name} refused: {reason}")

@@ -7,6 +7,7 @@ graphs and reads nothing on the host.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, final
 
@@ -20,6 +21,8 @@ from sglcore.runtime.memory.pools import CELL_MAJOR
 if TYPE_CHECKING:
     from sglcore.device.batch import ScheduleBatch
     from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.kernels.entry import Entry
+    from sglcore.runtime.kernels.kernel_choice import Call
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
     from sglcore.step.hisparse_config import StepSwaps
@@ -217,6 +220,22 @@ class AttentionBackend(ABC, Generic[Plan]):
         imported.
         """
         return ""
+
+    @classmethod
+    def remark(cls) -> str:
+        """Return what the ledger says of the backend once it is chosen, besides the reason; empty
+        if there is nothing to say.
+        """
+        return ""
+
+    @classmethod
+    def calls(cls, layer: Attention, table: ReqToTokenPool) -> Iterable[tuple[Entry[Any], Call]]:
+        """Return the kernel entries that a layer needs with this backend, with example arguments.
+
+        That is `Attention.calls`, unless the backend calls an entry with other arguments than the
+        layer says. `table` has the page size and the most tokens of a request.
+        """
+        return layer.calls(table.page_size)
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Plan:

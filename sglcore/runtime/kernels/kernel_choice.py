@@ -87,6 +87,15 @@ def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals
     return table if left == held else table.narrowed(entry.name, left)
 
 
+def fitted_to(
+    table: KernelTable, calls: Iterable[tuple[Entry[Any], Call]], refusals: Refusals | None = None
+) -> KernelTable:
+    """Return the table that `fitted` returns for all of these calls."""
+    for entry, call in calls:
+        table = fitted(table, entry, call, refusals)
+    return table
+
+
 def described_as(arg: object) -> Any:
     """Return an argument as `Limited.takes` gets it.
 

@@ -6,6 +6,7 @@ Window rows, block rows, and states of incomplete blocks.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.runtime.kernels.row_codec import E4M3FN
@@ -72,7 +73,33 @@ def kept_rows(
 class DeepSeekV4TokenToKVPool(BaseSWAKVPool):
     """A pool of the rows that `kept_rows` returns: window rows, block rows, index keys, and
     compressor states.
+
+    The block rows of a layer and its window rows are parts of one tensor, so that a kernel can read
+    both by one list. Block rows in host memory are apart.
     """
+
+    def joined(self, layer_id: int) -> tuple[Tensor, int] | None:
+        """Return a layer's block rows followed by its window rows, as one tensor [rows, size], and
+        the number of block rows; None if the layer has no block rows, or has them in host memory.
+        """
+        kept = self.layers[layer_id].get(BLOCKS)
+        if kept is None or kept.place is not Place.PAGES:
+            return None
+        blocks, window = self.rows(layer_id, BLOCKS), self.rows(layer_id, WINDOW)
+        rows = len(blocks) + len(window)
+        return blocks.as_strided((rows, blocks.shape[1]), blocks.stride()), len(blocks)
+
+    def _allocate(self) -> list[dict[str, Tensor]]:
+        return [self._allocate_layer(layer) for layer in self.layers]
+
+    def _allocate_layer(self, layer: LayerRows) -> dict[str, Tensor]:
+        parts, kept = dict[str, Tensor](), layer.get(BLOCKS)
+        if kept is not None and kept.place is Place.PAGES:
+            sizes = self._count(kept), self._count(layer[WINDOW])
+            parts[BLOCKS], parts[WINDOW] = self._make(kept, sum(sizes)).split(sizes)
+        return {
+            name: parts[name] if name in parts else self._make(each, self._count(each)) for name, each in layer.items()
+        }
 
     @property
     def states(self) -> tuple[KeptRows, ...]:

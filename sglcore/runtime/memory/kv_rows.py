@@ -229,10 +229,14 @@ class RowPool:
         self.generation += 1
 
     def _allocate(self) -> list[dict[str, Tensor]]:
-        return [{name: self._make(each) for name, each in layer.items()} for layer in self.layers]
+        return [{name: self._make(each, self._count(each)) for name, each in layer.items()} for layer in self.layers]
 
-    def _make(self, kept: KeptRows) -> Tensor:
-        rows, row = self._counts.owners(kept.place) * kept.count(self.page_size), kept.row
+    def _count(self, kept: KeptRows) -> int:
+        """Return the rows of all pages or slots, reserved ones included."""
+        return self._counts.owners(kept.place) * kept.count(self.page_size)
+
+    def _make(self, kept: KeptRows, rows: int) -> Tensor:
+        row = kept.row
         unwritten = torch.tensor([torch.nan], dtype=row.dtype) if kept.codec is None else kept.codec.unwritten
         value, shape = unwritten if self._poison else torch.zeros_like(unwritten), (rows, row.shape[1])
         if kept.place is Place.HOST_PAGES and self._pins:

@@ -1,8 +1,10 @@
-"""AITER: paged decode and batched prefill as CPU references with the real signatures.
+"""AITER: paged decode, batched prefill and attention over listed rows, as CPU references with the
+real signatures.
 
 Decode takes raw pointers (csrc/cpp_itfs/pa/pa_v1.py and pa_v1.cpp.jinja, ROCm/aiter): the reference
 refuses calls for which the real kernel would access wrong memory. Prefill makes the checks of
-csrc/py_itfs_ck/mha_batch_prefill_kernels.cu.
+csrc/py_itfs_ck/mha_batch_prefill_kernels.cu; attention over
+listed rows those of aiter/ops/triton/attention/pa_decode_sparse.py, and of its kernels' arithmetic.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from sglcore_sim.vendors.paged import adjacent, attend, cells_of, flat, ints, plant_module, require, together
 
 DECODE, PREFILL = "aiter.paged_attention_v1", "aiter.mha_batch_prefill_func"
+LISTED = "aiter.ops.triton.attention.pa_decode_sparse"
 HALF = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (16, 32)
 PARTITION = 256
@@ -24,13 +27,15 @@ PARTITION = 256
 
 
 def plant(sim: Any) -> None:
-    """Make `import aiter` in this process return a new module with the references of
-    `paged_attention_v1` and `mha_batch_prefill_func`, bound to the simulator `sim`. For a call
-    beyond its limits the first raises ValueError, the second RuntimeError. Options that they do not
-    use are ignored."""
-    plant_module(
-        "aiter", **{each.__name__: partial(each, sim) for each in (paged_attention_v1, mha_batch_prefill_func)}
-    )
+    """Make `import aiter` and `import aiter.ops.triton.attention.pa_decode_sparse` return modules
+    with the references of `paged_attention_v1`, `mha_batch_prefill_func` and `pa_decode_sparse`,
+    bound to the simulator `sim`. For a call beyond its limits the first raises ValueError, the
+    others RuntimeError. Options that they do not use are ignored."""
+    found = plant_module(LISTED, pa_decode_sparse=partial(pa_decode_sparse, sim))
+    for name in ("aiter.ops.triton.attention", "aiter.ops.triton", "aiter.ops"):
+        found = plant_module(name, __path__=[], **{found.__name__.rpartition(".")[2]: found})
+    given = {each.__name__: partial(each, sim) for each in (paged_attention_v1, mha_batch_prefill_func)}
+    plant_module("aiter", __path__=[], ops=found, **given)
 
 
 def paged_attention_v1(
@@ -113,6 +118,64 @@ def mha_batch_prefill_func(
     reads = [q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices]
     sim.launch(PREFILL, kernel, reads=reads, writes=[made])
     return made
+
+
+def pa_decode_sparse(
+    sim: Any,
+    q: Tensor,
+    unified_kv: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    attn_sink: Tensor,
+    softmax_scale: float,
+    kv_scales: Tensor | None = None,
+    block_h: int | None = None,
+    kv_splits: int | None = None,
+    has_invalid: bool | None = True,
+    skip_reduce: bool | None = False,
+    USE_EXP2: bool | None = None,
+    *,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_indptr: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend with each token to the rows that its list names; -1 names none. A sink is a score
+    without a value."""
+    others = kv_scales, block_h, kv_splits, USE_EXP2, extra_cache, extra_indices, extra_indptr, out
+    if any(x is not None for x in others) or not has_invalid or skip_reduce:
+        raise NotImplementedError("this reference takes rows in half precision, with the default options")
+    _check_listed(q, unified_kv, kv_indices, kv_indptr, attn_sink)
+    made = torch.empty_like(q)
+
+    def kernel() -> None:
+        queries, rows, listed = (sim.host_view(x) for x in (q, unified_kv, kv_indices))
+        begin, sinks = sim.host_view(kv_indptr).tolist(), sim.host_view(attn_sink)
+        for token in range(len(queries)):
+            named = listed[begin[token] : begin[token + 1]].long()
+            keys = rows[named[named >= 0]].float()
+            # The kernel scales the query before it rounds it to half precision.
+            scores = (queries[token].float() * softmax_scale).to(q.dtype).float() @ keys.T
+            shares = torch.cat((scores, sinks.unsqueeze(1)), dim=1).softmax(1)[:, :-1]
+            sim.host_view(made)[token] = (shares @ keys).to(q.dtype)
+
+    sim.launch(LISTED, kernel, reads=[q, unified_kv, kv_indices, kv_indptr, attn_sink], writes=[made])
+    return made
+
+
+def _check_listed(q: Tensor, rows: Tensor, listed: Tensor, starts: Tensor, sinks: Tensor) -> None:
+    tokens, heads, dim = q.shape
+    wanted = {
+        "queries in half precision, and rows of their type": q.dtype in HALF and rows.dtype == q.dtype,
+        "everything on one device": together(q, rows, listed, starts, sinks),
+        "rows [rows, dim] of a power of two": rows.dim() == 2 and rows.shape[1] == dim and not dim & (dim - 1),
+        "kv_indices int32, contiguous": listed.dim() == 1 and ints(listed, len(listed)),
+        "kv_indptr int32[tokens + 1], contiguous": ints(starts, tokens + 1),
+        "attn_sink float32[heads], contiguous": sinks.dtype == torch.float32
+        and sinks.shape == (heads,)
+        and sinks.is_contiguous(),
+    }
+    require(LISTED, wanted)
 
 
 def _check_decode(data: Mapping[str, Tensor], where: Mapping[str, Any], kinds: tuple[str, str, int, int]) -> None:

@@ -151,6 +151,10 @@ class Tuning:
     """Scores in one iteration of the search for the highest scores of the indexer."""
     index_top_k: LaunchConfig = LaunchConfig(512, 1)
     """The search for the highest scores of the indexer."""
+    compress_tokens: int = 128
+    """Most tokens of a block that one iteration adds up to its compressed row, a power of two."""
+    compress_elements: int = 2048
+    """Elements, tokens times channels, of such an iteration."""
     compress: LaunchConfig = LaunchConfig(128, 1)
     """Making compressed rows, and storing the state that they are made from."""
     top_k_routing: LaunchConfig = LaunchConfig(128, 1)

@@ -33,27 +33,36 @@ def compress_kernel(
     """Implements the result `out` of `KernelTable.compress`, with W = SPAN, C = WIDTH and SIZE = C
     * ratio / W. `keep_kernel` does the rest.
 
-    One program per event and BLOCK channels. Reads at least the SPAN values and gates of each
-    channel of an event once.
+    One program per event and BLOCK channels, which adds up TOKENS tokens at a time. Reads at least
+    the SPAN values and gates of each channel of an event once.
     """
     event = tl.program_id(0).to(tl.int64)
-    token, channel = tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    read = tl.load(reads + event * SPAN + token, mask=token < SPAN, other=-1).to(tl.int64)
-    # With SPAN = 2 RATIO, the second half of the channels belongs to the newer tokens.
-    column = (token // RATIO * SIZE)[:, None] + channel[None, :]
-    inside = (channel < SIZE)[None, :]
-    is_new, is_held = (read >= 0)[:, None] & inside, (read < -1)[:, None] & inside
-    new, held = kv_gate + (read * kv_stride)[:, None] + column, state + ((-2 - read) * state_stride)[:, None] + column
-    gate = tl.load(new + WIDTH, mask=is_new, other=0.0).to(tl.float32)
-    gate += tl.load(held + WIDTH, mask=is_held, other=0.0).to(tl.float32)
-    gate += tl.load(ape + (token % RATIO * WIDTH)[:, None] + column, mask=is_new | is_held, other=0.0).to(tl.float32)
-    gate = tl.where(is_new | is_held, gate, float("-inf"))
-    best = tl.max(gate, axis=0)
-    weight = tl.exp(gate - tl.where(best > float("-inf"), best, 0.0)[None, :])
-    values = tl.load(new, mask=is_new, other=0.0).to(tl.float32)
-    values += tl.load(held, mask=is_held, other=0.0).to(tl.float32)
-    total = tl.sum(weight, axis=0)
-    entry = tl.sum(weight * values, axis=0) / tl.where(total > 0, total, 1.0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    total, entry = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, SPAN, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        read = tl.load(reads + event * SPAN + token, mask=token < SPAN, other=-1).to(tl.int64)
+        # With SPAN = 2 RATIO, the second half of the channels belongs to the newer tokens.
+        column = (token // RATIO * SIZE)[:, None] + channel[None, :]
+        inside = (channel < SIZE)[None, :]
+        is_new, is_held = (read >= 0)[:, None] & inside, (read < -1)[:, None] & inside
+        new = kv_gate + (read * kv_stride)[:, None] + column
+        held = state + ((-2 - read) * state_stride)[:, None] + column
+        gate = tl.load(new + WIDTH, mask=is_new, other=0.0).to(tl.float32)
+        gate += tl.load(held + WIDTH, mask=is_held, other=0.0).to(tl.float32)
+        is_there, bias = is_new | is_held, ape + (token % RATIO * WIDTH)[:, None] + column
+        gate += tl.load(bias, mask=is_there, other=0.0).to(tl.float32)
+        gate = tl.where(is_there, gate, float("-inf"))
+        highest = tl.maximum(best, tl.max(gate, axis=0))
+        base = tl.where(highest > float("-inf"), highest, 0.0)
+        weight, kept = tl.exp(gate - base[None, :]), tl.exp(best - base)
+        values = tl.load(new, mask=is_new, other=0.0).to(tl.float32)
+        values += tl.load(held, mask=is_held, other=0.0).to(tl.float32)
+        total = total * kept + tl.sum(weight, axis=0)
+        entry = entry * kept + tl.sum(weight * values, axis=0)
+        best = highest
+    entry = entry / tl.where(total > 0, total, 1.0)
     tl.store(out + event * SIZE + channel, narrow(entry, out.dtype.element_ty), mask=channel < SIZE)
 
 
@@ -97,8 +106,8 @@ def compress(
     out = torch.empty(events, size, dtype=kv_gate.dtype, device=kv_gate.device)
     strides = kv_gate.stride(0), state.stride(0)
     if events:
-        held = power_of_two(span)
-        block = min(power_of_two(size), max(1, tuning.elements // held))
+        held = min(power_of_two(span), tuning.compress_tokens)
+        block = min(power_of_two(size), max(1, tuning.compress_elements // held))
         compress_kernel[(events, tiles(size, block))](
             kv_gate,
             state,
