@@ -1,7 +1,8 @@
 """Host time of one decode step with a model and a sampler that cost nothing.
 
 Included: scheduling, isolation, staging into the registry, page-table differences, attention
-planning, sampling bookkeeping, collect and finish. The model returns a constant, the sampler
+planning, sampling bookkeeping, collect and finish. The agreement of data-parallel shards is
+measured by itself, as a share of their steps. The model returns a constant, the sampler
 constant tokens. Lower bound: about 40 tensor-library calls of 0.5 to 1 microsecond at batch 1.
 
     python benchmarks/host_overhead.py [--json FILE]
@@ -20,11 +21,13 @@ from torch import Tensor
 from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import start
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.graphs.graph_limits import MOST_CAPTURED, batch_sizes
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import SampledTokens
+from sglcore.schedule.data_parallel.dp_plan import agree, vote_of
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
@@ -99,6 +102,29 @@ def measure(batch_size: int, greedy: bool) -> np.ndarray:
     return np.array(times)
 
 
+def agreements(shards: int, batch_size: int) -> dict[str, float]:
+    """Return microseconds, the median of a step's agreement of data-parallel shards that all
+    decode: without captured graphs, and with the sizes from which a rank takes the one that all
+    replay. Both are measured in turn."""
+    batches = []
+    for _ in range(shards):
+        loop = make_loop(batch_size, greedy=True)
+        for _ in range(3):
+            loop.step()
+        loop.drain()
+        batches.append(loop.scheduler.next_batch())
+    choices = {"without": (), "with": batch_sizes(MOST_CAPTURED)}
+    times: dict[str, list[float]] = {name: [] for name in choices}
+    for _ in range(STEPS):
+        for name, sizes in choices.items():
+            begin = time.perf_counter()
+            plan = agree([vote_of(batch) for batch in batches]).replayed(sizes)
+            times[name].append((time.perf_counter() - begin) * 1e6)
+            if (plan.bucket is None) is (name == "with"):
+                raise SystemExit(f"{shards} shards agreed on {plan}")
+    return {name: float(np.median(found)) for name, found in times.items()}
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     arguments = argparse.ArgumentParser()
@@ -119,8 +145,23 @@ def main() -> None:
             }
             rows.append(row)
             print(row)
+    step = next(row["median_us"] for row in rows if row["batch"] == 8 and row["sampling"] == "greedy")
+    agreed = []
+    for shards in (2, 8):
+        took = agreements(shards, 8)
+        row = {
+            "shards": shards,
+            "without_graphs_us": round(took["without"], 1),
+            "with_graphs_us": round(took["with"], 1),
+            "share_of_steps": round(took["with"] / (shards * step), 3),
+        }
+        agreed.append(row)
+        print(row)
     if chosen.json:
-        write_results(chosen.json, {"benchmark": "host overhead of a decode step", "machine": machine(), "rows": rows})
+        write_results(
+            chosen.json,
+            {"benchmark": "host overhead of a decode step", "machine": machine(), "rows": rows, "agreements": agreed},
+        )
 
 
 if __name__ == "__main__":

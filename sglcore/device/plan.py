@@ -7,6 +7,8 @@ arithmetic over it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -34,6 +36,8 @@ class StepPlan:
     None: one batch."""
     is_decode: bool = False
     """No shard has prompt rows. All shards choose the order of their micro-batches by it."""
+    can_replay: bool = False
+    """Graphs read all inputs that the rows of every shard have."""
     verified: int = 0
     """Draft tokens to verify for each request that decodes."""
     proposed: int = 0
@@ -46,6 +50,13 @@ class StepPlan:
     """Number of prompts of each shard, counted only if at least one of them continues an earlier
     chunk; otherwise 0."""
 
+    @classmethod
+    def of_bucket(cls, rows: int, shards: int, shard: int) -> StepPlan:
+        """Return the plan under which rank of `shard` captures the graph of a bucket: every one of
+        the `shards` shards has `rows` rows, so the captured exchanges have fixed sizes.
+        """
+        return cls((rows,) * shards, is_padded=True, bucket=rows, shard=shard, is_decode=True)
+
     def of_shard(self, shard: int) -> StepPlan:
         """Return the same plan for another shard."""
         return replace(self, shard=shard)
@@ -55,6 +66,15 @@ class StepPlan:
         forward replays no graph and is not split into micro-batches.
         """
         return replace(self, global_num_tokens=rows, bucket=None, cuts=None)
+
+    def replayed(self, sizes: Sequence[int]) -> StepPlan:
+        """Return the plan of this forward with the smallest of the captured `sizes`, ascending,
+        that holds the rows of every shard; the same plan if there is no such size, or graphs do not
+        read all inputs. Each shard must have decode rows or none. A step that is replayed is not
+        split into micro-batches.
+        """
+        bucket = bucket_for(max(self.global_num_tokens, default=0), sizes) if self.can_replay else None
+        return self if bucket is None else replace(self, bucket=bucket, is_padded=True, cuts=None)
 
     def of_emitting(self) -> StepPlan:
         """Return the plan of a forward with one row for each request that samples (`emitting`)."""
@@ -107,20 +127,10 @@ class StepPlan:
         rounded = tuple(-(-count // width) * width for count in self.global_num_tokens)
         return (max(rounded),) * len(rounded) if self.is_padded else rounded
 
-    def padded_places(self, width: int) -> tuple[int, ...]:
-        """Return, for each real row of all shards, its index among the `sum(sizes(width))` rows of
-        an exchange.
-        """
-        begins = (0, *accumulate(self.sizes(width)))
-        return tuple(
-            begin + row for begin, count in zip(begins, self.global_num_tokens, strict=False) for row in range(count)
-        )
 
-    def real_rows(self, width: int) -> tuple[int, ...]:
-        """Return the inverse of `padded_places`: for each row of an exchange, the index of its real
-        row, -1 for padding.
-        """
-        found = [-1] * sum(self.sizes(width))
-        for row, place in enumerate(self.padded_places(width)):
-            found[place] = row
-        return tuple(found)
+def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
+    """Return the smallest of `sizes`, ascending, that holds `rows`; None if there is none, or if
+    `rows` is 0.
+    """
+    place = bisect_left(sizes, rows)
+    return sizes[place] if rows and place < len(sizes) else None

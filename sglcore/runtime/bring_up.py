@@ -277,6 +277,8 @@ def runner(
     )
     if backend is not None:
         made.graphs = _captured(config, facts, backend, made, ledger, progress, shape)
+    if groups is not None:  # from these sizes and a step's plan each rank derives the graph that all replay
+        groups.check_same("captured sizes", () if made.graphs is None else made.graphs.buckets)
     return made
 
 

@@ -17,7 +17,7 @@ from sglcore.device.garbage_collection import no_collection
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
-from sglcore.runtime.graphs.decode_graphs import DecodeGraphs
+from sglcore.runtime.graphs.decode_graphs import DecodeGraphs, PlanOfBucket, one_shard
 from sglcore.runtime.graphs.graph_backend import Forward, GraphBackend, PromptBackend
 from sglcore.runtime.graphs.graph_policy import planned, real_view
 from sglcore.runtime.graphs.prefill_graphs import PromptForward, PromptGraphs
@@ -50,18 +50,19 @@ class GraphRunner:
         shadow: int = 0,
         needs_host_lengths: bool = False,
         halves: SplitForward | None = None,
+        plan_of: PlanOfBucket = one_shard,
     ) -> None:
         """Capture `forward` for every bucket of decode rows, and before that the prefill forward of
         `prompts` for each of its buckets; of each kind the largest first.
 
         Calls `progress(done, total)` after each. Waits. All device work, including capture, runs on
         the forward stream of `streams`. `halves`: how decode batches are split into two
-        micro-batches.
+        micro-batches. `plan_of`: the plan that data-parallel shards capture each decode size under.
         """
         self.backend = backend
         self.memory: int | None = None
         self.shadow = Shadow(shadow) if shadow else None
-        self.decode = DecodeGraphs(backend, registry, context, forward, buckets, needs_host_lengths, halves)
+        self.decode = DecodeGraphs(backend, registry, context, forward, buckets, needs_host_lengths, halves, plan_of)
         self.prompts: PromptGraphs | None = None
         if prompts is not None:
             if not isinstance(backend, PromptBackend):
@@ -144,6 +145,8 @@ class GraphRunner:
     def _policy(self, batch: ForwardBatch) -> Policy | None:
         if self._closed:
             return None
+        if batch.step_plan is not None:
+            return self.decode if batch.step_plan.bucket is not None else None
         return self.decode if batch.forward_mode.is_decode else self.prompts
 
     @torch.inference_mode()

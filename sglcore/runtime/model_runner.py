@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
@@ -88,6 +89,18 @@ class Ranks(Protocol):
 
     def reason_against_graphs(self, kind: str) -> str:
         """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""
+        ...
+
+    def plan_of_bucket(self, rows: int) -> StepPlan | None:
+        """Return the plan under which decode graphs of `rows` rows are captured; None if this rank
+        has the requests of all.
+        """
+        ...
+
+    def check_same(self, what: str, value: object) -> None:
+        """Raise CollectiveError unless all ranks call this with an equal `value`, for which `what`
+        is the name. Waits for all ranks.
+        """
         ...
 
     def close(self) -> None:
@@ -201,9 +214,14 @@ class ModelRunner:
         such as "full:8", or "eager". The latter is followed by ":halves" if two micro-batches were
         interleaved, and by ":" and the name of each input of the batch that its graph does not
         read. Hidden states of a graph are overwritten by its next replay. Does not wait.
+
+        Raises RuntimeError if data-parallel shards agreed on a replay that this rank cannot run:
+        the other ranks would wait for an eager forward.
         """
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
+        if batch.step_plan is not None and batch.step_plan.bucket is not None:
+            raise self._cannot_replay(batch, batch.step_plan.bucket)
         return self.run_eager(batch), self._eager_path(batch)
 
     def forward_both(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None, str]:
@@ -216,6 +234,8 @@ class ModelRunner:
         if not batch.return_hidden_states_before_norm:
             hidden, path = self.forward(batch)
             return hidden, None, path
+        if batch.step_plan is not None and batch.step_plan.bucket is not None:
+            raise self._cannot_replay(batch, batch.step_plan.bucket)
         model = _Joined(self.model)
         both = self.run_eager(batch, model)
         hidden, before = both.split([both.shape[-1] - model.size, model.size], -1)
@@ -225,6 +245,22 @@ class ModelRunner:
         is_whole = self.halves is None or self.halves.cut_of(batch) is None
         unread = () if self.graphs is None else self.graphs.unread(batch)
         return ":".join(("eager", *(() if is_whole else ("halves",)), *unread))
+
+    def replayed(self, plan: StepPlan) -> StepPlan:
+        """Return the plan of a forward of this runner in which every data-parallel shard has decode
+        rows or none, with the graph that all of them replay, if there is one (`StepPlan.replayed`).
+        All ranks captured the same sizes, so each returns the same.
+        """
+        return plan.replayed(() if self.graphs is None else self.graphs.buckets)
+
+    def _cannot_replay(self, batch: ForwardBatch, bucket: int) -> RuntimeError:
+        sizes = () if self.graphs is None else self.graphs.buckets
+        unread = () if self.graphs is None else self.graphs.unread(batch)
+        has = f"{batch.num_tokens} rows" + (f" with {', '.join(unread)}, which graphs do not read" if unread else "")
+        captured = ", ".join(map(str, sizes)) or "none"
+        return RuntimeError(
+            f"the shards agreed to replay the graph of {bucket} rows, and this rank has {has}; captured: {captured}"
+        )
 
     def run_eager(self, batch: ForwardBatch, model: Forward | None = None) -> Tensor:
         """Run one forward of the batch eagerly, in the runner's own context, never in an outer one.

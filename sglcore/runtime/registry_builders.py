@@ -27,8 +27,6 @@ def build_decode_registry(
     max_bs: int,
     cells: Compute = reference_locations,
     window_table: WindowTable | None = None,
-    register_global_num_tokens: bool = False,
-    num_ranks: int = 1,
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
@@ -36,11 +34,10 @@ def build_decode_registry(
 
     `cells` is the kernel table's `cache_locations`, by which the KV slots in `req_to_token_pool`
     are computed (None: there is no such buffer, and the batch keeps its own). `window_table`: page
-    table of the sliding-window pages of a worker that has such pages. `register_global_num_tokens`:
-    also a buffer with the token counts of `num_ranks` ranks. `extra_buffers` are added last.
+    table of the sliding-window pages of a worker that has such pages. `extra_buffers` are added
+    last.
     """
-    ranks = num_ranks if register_global_num_tokens else 0
-    computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
+    computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells)
     staged = [buffer for buffer in _staged(batch_type, window_table) if buffer.spec.is_for_decode]
     return _build(facts, batch_type, max_bs, max_bs, [*staged, *computed, *extra_buffers])
 
@@ -53,11 +50,9 @@ def build_prefill_registry(
     cells: Compute = reference_locations,
     window_table: WindowTable | None = None,
     max_num_tokens: int,
-    register_global_num_tokens: bool = False,
     register_input_embeds: bool = False,
     hidden_size: int = 0,
     dtype: torch.dtype = torch.float32,
-    num_ranks: int = 1,
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
@@ -66,11 +61,10 @@ def build_prefill_registry(
 
     `cells`, by which the KV slots in `req_to_token_pool` are computed, and `window_table` are as in
     `build_decode_registry`. With `register_input_embeds` there is a buffer [max_num_tokens,
-    hidden_size] of `dtype` for embeddings; without it, or without `register_global_num_tokens`
-    (counts of `num_ranks` ranks), the padded view keeps the batch's own value of that field.
+    hidden_size] of `dtype` for embeddings; without it the padded view keeps the batch's own
+    embeddings.
     """
-    ranks = num_ranks if register_global_num_tokens else 0
-    computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
+    computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells)
     buffers = [*_staged(batch_type, window_table), *computed]
     if register_input_embeds:
         name = str(dtype).removeprefix("torch.")
@@ -174,7 +168,6 @@ def _computed(
     pool: ReqToTokenPool | None,
     window_table: WindowTable | None,
     compute: Compute,
-    num_ranks: int,
 ) -> Iterator[InputBuffer]:
     tables = {"out_cache_loc": (pool, "positions"), "window_cache_loc": (window_table, "window_positions")}
     for name, (table, positions) in tables.items():
@@ -182,9 +175,6 @@ def _computed(
             location = replace(spec_of(batch_type, name), dtype=facts.index_dtype)
             yield InputBuffer(location, post_fill=cache_locations(table, compute, positions))
     yield InputBuffer(spec_of(batch_type, "num_token_non_padded"), post_fill=RealTokens())
-    if num_ranks:
-        counts = spec_of(batch_type, "global_num_tokens")
-        yield InputBuffer(counts, width=num_ranks, post_fill=count_global_tokens)
 
 
 def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positions") -> PostFill:
@@ -228,10 +218,3 @@ class RealTokens:
         if view is not self._view or ctx.raw_num_tokens != self._count:
             view.fill_(ctx.raw_num_tokens)
             self._view, self._count = view, ctx.raw_num_tokens
-
-
-def count_global_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-    """Write this rank's padded token count for every rank, as a `post_fill`: all ranks pad to the
-    same size.
-    """
-    view.fill_(ctx.padded_num_tokens)

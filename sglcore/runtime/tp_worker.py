@@ -129,6 +129,8 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def _start(self, batch: ScheduleBatch) -> Ticket:
+        if batch.step_plan is not None and batch.step_plan.is_decode:
+            batch.step_plan = self.runner.replayed(batch.step_plan)
         for kind in self.kinds:
             ticket = kind.start(self, batch)
             if ticket is not None:

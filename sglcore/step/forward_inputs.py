@@ -231,10 +231,6 @@ class ForwardInputs(Generic[Array]):
         axis=NONE, split=Split.COUNT, dtype="int32", padding=fill_once(0), owner="registry"
     )
     """int32[1]: number of real token rows; the others are padding."""
-    global_num_tokens: Array | None = batch_field(
-        axis=NONE, split=Split.DROP, dtype="int32", padding=fill_once(0), owner="parallel", when=IF_GIVEN
-    )
-    """int32[ranks]: number of tokens on every data-parallel rank. None: not given."""
 
     seq_lens_cpu: Ints | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, mirror="seq_lens", in_window="window_seq_lens_cpu"

@@ -84,6 +84,16 @@ def host_reader(batch_type: type, is_decode: bool, is_wide: bool = False) -> Hos
     return HostReader(batch_type, is_decode, is_wide)
 
 
+@cache
+def optional_inputs(batch_type: type) -> Callable[[ScheduleBatch], bool]:
+    """Return the function that says whether a host batch has any of the staged fields that only
+    some batches have (`When.IF_GIVEN`). Captured graphs do not read them.
+    """
+    found = [spec.read for spec in leaves(batch_type) if spec.is_staged and spec.when is When.IF_GIVEN]
+    paths = " or ".join(f"batch.{path} is not None" for path in found if isinstance(path, str))
+    return eval(f"lambda batch: {paths or False}")
+
+
 def idle_values(batch_type: type, batch: ScheduleBatch) -> Values:
     """Return the values of a step without rows, by field name: those of fields without an axis,
     which the host batch has, and an empty array for each field that stays on the host. Staged

@@ -16,6 +16,8 @@ from sglcore_sim.kinds import Kind, pci
 KIB, MIB = 1 << 10, 1 << 20
 NO_GRAPH: Mapping[str, Any] = MappingProxyType({"capabilities": frozenset()})
 """torch 2.13 refuses `torch.accelerator.Graph` for these kinds."""
+NCCL: Mapping[str, Any] = MappingProxyType({"collectives": "nccl", "has_captured_collectives": True})
+"""NCCL, and RCCL under its name: captured graphs may hold their calls."""
 
 
 def gpu(
@@ -60,7 +62,7 @@ def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> 
     }
     arch = f"sm_{properties['major']}{properties['minor']}"
     libraries = ("flashinfer", "flash_attn", "flash_mla") if arch == "sm_90" else ("flashinfer",)
-    return _kind("cuda", chip, arch, properties, files, libraries, torch_name="cuda", collectives="nccl", **NO_GRAPH)
+    return _kind("cuda", chip, arch, properties, files, libraries, torch_name="cuda", **NCCL, **NO_GRAPH)
 
 
 def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[str, Any], features: str = "") -> Kind:
@@ -92,7 +94,7 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
     }
     known = {**properties, "warp_size": lanes, "gcnArchName": target + features}
     libraries = ("aiter",) if target in ("gfx942", "gfx950") else ()
-    return _kind("hip", chip, target, known, files, libraries, torch_name="cuda", collectives="nccl", **NO_GRAPH)
+    return _kind("hip", chip, target, known, files, libraries, torch_name="cuda", **NCCL, **NO_GRAPH)
 
 
 def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:

@@ -6,7 +6,8 @@ that touches the tensors without waiting for it is a race. With `async_op=True` 
 on a stream of the group, which waits for the current stream. `wait()` on its work makes the stream
 that is current then wait for it; before that, nothing may write its inputs or touch its outputs.
 The work keeps the outputs alive; the caller must keep the inputs alive, because not every library
-does. A collective in a capture is a fault.
+does. In a capture a collective is a node, which meets the other ranks at each replay, if the
+vendor's library can be captured (`Kind.has_captured_collectives`); otherwise it is a fault.
 """
 
 # The type stubs of torch.distributed lack the methods that its Python subclasses override.
@@ -57,7 +58,7 @@ class Done(dist._Work):
 class Group(dist.ProcessGroup):
     """One process group over gloo, for tensors of the simulated device. Each collective returns a
     `Done`; with `opts.asyncOp` it runs on the group's own stream, otherwise on the current one. In
-    a capture it raises a fault (wrong_capture)."""
+    a capture of a kind without captured collectives it raises a fault (wrong_capture)."""
 
     def __init__(self, sim: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -77,8 +78,8 @@ class Group(dist.ProcessGroup):
         result: list[Any],
         opts: Any = None,
     ) -> Done:
-        if self._sim.core.is_capturing():
-            text = f"{name} at {self._sim.core.site()} in a capture: collectives of processes are not simulated there"
+        if self._sim.core.is_capturing() and not self._sim.kind.has_captured_collectives:
+            text = f"{name} at {self._sim.core.site()} in a capture: {self._sim.kind.collectives} cannot be captured"
             raise self._sim.log.make("wrong_capture", text)
         over = self._sim.host_view
 
@@ -92,19 +93,23 @@ class Group(dist.ProcessGroup):
         self.behind(own, device)
         with own:
             launch()
-        if self._sim.timing is not None:
+        if self._is_timed():
             self._sim.timing.collective(own, writes)
         return Done(result, own)
 
     def _at_once(self, launch: Callable[[], None], writes: Sequence[Any], result: list[Any]) -> Done:
         launch()
-        if self._sim.timing is not None and writes:
+        if self._is_timed() and writes:
             device = writes[0].device
             own = self._stream(device)
             self.behind(own, device)
             self._sim.timing.collective(own, writes)
             torch.accelerator.current_stream(device).wait_stream(own)
         return Done(result)
+
+    def _is_timed(self) -> bool:
+        """Whether this call takes virtual time; captured graphs are not timed."""
+        return self._sim.timing is not None and not self._sim.core.is_capturing()
 
     def _stream(self, device: torch.device) -> torch.Stream:
         """Return the group's own stream on the device, made at the first call."""

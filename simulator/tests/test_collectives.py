@@ -89,6 +89,38 @@ with sim.expect("use_after_free"):
 work.wait()
 assert not sim.faults
 del work, caught
+
+# In a capture: a node, which meets the other process at each replay, also on the group's own stream; or a fault, where the
+# vendor's library cannot be captured.
+def step():
+    doubled.copy_(given * 2)
+    dist.all_reduce(doubled)
+    dist.all_gather_into_tensor(parts, doubled, async_op=True).wait()
+    torch.mul(parts, 10, out=parts)
+given, doubled, parts = torch.zeros(2, device=dev), torch.empty(2, device=dev), torch.zeros(4, device=dev)
+neutral = "neutral_graph" in sim.kind.capabilities
+graph = torch.accelerator.Graph() if neutral else torch.cuda.CUDAGraph()
+side.wait_stream(torch.accelerator.current_stream())
+if sim.kind.has_captured_collectives:
+    with side:
+        graph.capture_begin()
+        step()
+        graph.capture_end()
+    assert parts.tolist() == [0.0] * 4
+    for turn in (1, 2):
+        given.fill_(rank + turn)
+        graph.replay()
+        assert parts.tolist() == [20.0 * (1 + 2 * turn)] * 4
+    graph.reset()
+else:
+    with sim.expect("wrong_capture") as caught, side:
+        graph.capture_begin()
+        try:
+            step()
+        finally:
+            graph.reset()
+    assert "cannot be captured" in caught.text
+    del caught
 dist.barrier()
 dist.destroy_process_group()
 print("good")

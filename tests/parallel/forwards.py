@@ -27,11 +27,12 @@ Defect = Callable[[int], None]
 @dataclass(frozen=True, slots=True)
 class Forward:
     """A forward on one rank. `runner`: 0 is the target's; `own`: rows that it ran; `rows`: rows of
-    each shard by the agreed plan."""
+    each shard by the agreed plan, and `bucket`: rows of the graph that all replay."""
 
     runner: int
     rows: tuple[int, ...]
     is_padded: bool
+    bucket: int | None
     shard: int
     own: int
 
@@ -58,7 +59,9 @@ def recorded(folder: Path, defect: Defect, rank: int) -> None:
 
     def counted(self: ModelRunner, batch: Any) -> Any:
         number, plan = runners.setdefault(id(self), len(runners)), batch.step_plan
-        agreed = [plan.global_num_tokens, plan.is_padded, plan.shard] if plan is not None else [(), False, -1]
+        agreed = [(), False, None, -1]
+        if plan is not None:
+            agreed = [plan.global_num_tokens, plan.is_padded, plan.bucket, plan.shard]
         file.write(json.dumps([number, *agreed, batch.num_tokens]) + "\n")
         return forward(self, batch)
 
@@ -85,8 +88,8 @@ def steps_of(folder: Path, rank: int) -> list[Step]:
         if isinstance(values, dict):
             found.append((values["step"], []))
             continue
-        number, rows, is_padded, shard, own = values
-        found[-1][1].append(Forward(number, tuple(rows), is_padded, shard, own))
+        number, rows, is_padded, bucket, shard, own = values
+        found[-1][1].append(Forward(number, tuple(rows), is_padded, bucket, shard, own))
     return [
         Step(ForwardMode(begun[0]), begun[1], begun[2], bool(begun[3]), tuple(forwards)) for begun, forwards in found
     ]
@@ -98,12 +101,27 @@ def check_forwards(folder: Path, ranks: int) -> list[list[Step]]:
     found = [steps_of(folder, rank) for rank in range(ranks)]
     assert len({len(steps) for steps in found}) == 1, "a rank ran more steps than another"
     for number, beside in enumerate(zip(*found, strict=True)):
-        lists = {tuple((each.runner, each.rows, each.is_padded) for each in step.forwards) for step in beside}
+        lists = {
+            tuple((each.runner, each.rows, each.is_padded, each.bucket) for each in step.forwards) for step in beside
+        }
         assert len(lists) == 1, f"step {number}: {lists}"
         assert len({(step.verified, step.proposed) for step in beside}) == 1, f"step {number}: {beside}"
         for each in (each for step in beside for each in step.forwards):
             assert each.own == each.rows[each.shard], f"step {number}: {each}"
     return found
+
+
+def check_replayed(steps: list[list[Step]], has_graphs: bool) -> None:
+    """Check that all forwards of steps without prompts were replays, those of idle shards too, and
+    so were further draft forwards after prompts, if the ranks have graphs."""
+    beside = list(zip(*steps, strict=True))
+    decodes = [step for each in beside if all(step.mode is not ForwardMode.EXTEND for step in each) for step in each]
+    of_decodes = [one.bucket is not None for step in decodes for one in step.forwards]
+    assert any(step.mode is ForwardMode.IDLE for step in decodes) and all(of_decodes) is has_graphs is any(of_decodes)
+    prompts = [step for each in beside if any(step.mode is ForwardMode.EXTEND for step in each) for step in each]
+    assert not any(step.forwards[0].bucket for step in prompts)
+    further = [one.bucket is not None for step in prompts for one in step.forwards[2:] if any(one.rows)]
+    assert all(further) is has_graphs or not further
 
 
 def idle_runs_no_draft(rank: int) -> None:

@@ -18,21 +18,27 @@ from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.watch import Watch
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
+from sglcore.engine.timed_read import is_readable
 
 
 @dataclass(slots=True, eq=False)
 class _Shard:
-    """The ranks of one data-parallel shard: the channels for their steps, by rank, and the
-    composition number of the batch whose sampling state was sent last."""
+    """The ranks of one data-parallel shard: the channels for their steps, by rank, the composition
+    number of the batch whose sampling state was sent last, and how many steps were submitted, how
+    many results were asked for and how many have come."""
 
     steps: tuple[Channel, ...]
     sent: int | None = None
+    submitted: int = 0
+    asked: int = 0
+    ended: int = 0
 
 
 class RankGroup:
     """A ModelWorker that consists of several processes. Not thread-safe: one loop owns it. With
     several shards, a step of one shard runs only when the steps of all other shards have been
-    submitted too."""
+    submitted too; they end it together, so one that waits in it for long after another has ended it
+    is lost (`Patience.shard`)."""
 
     def __init__(
         self,
@@ -70,6 +76,7 @@ class RankGroup:
                 batch.sampling = None  # the ranks keep the sampling of a composition while it lasts
             shard.sent = batch.composition
         self._tell(shard, Kind.STEP, encode(batch))
+        shard.submitted += 1
         return Ticket(batch.step, shard)
 
     def collect(self, ticket: Ticket) -> BatchResult:
@@ -81,8 +88,9 @@ class RankGroup:
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
         while True:
             self.check()
-            self._tell(shard, Kind.COLLECT)
+            self._ask(shard.ended + 1)
             result = self._result(shard)
+            shard.ended += 1
             if result.step == ticket.step:
                 return result
 
@@ -132,12 +140,40 @@ class RankGroup:
         except Gone as error:
             raise self._lost(error) from None
 
+    def _ask(self, number: int) -> None:
+        """Ask every shard for the results of its first `number` steps, as far as it has them: its
+        ranks do not wait until the results of other shards were read."""
+        for shard in self._shards:
+            while shard.asked < min(number, shard.submitted):
+                self._tell(shard, Kind.COLLECT)
+                shard.asked += 1
+
     def _result(self, shard: _Shard) -> BatchResult:
+        if len(self._shards) > 1:
+            self._await(shard)
         try:
             frame = shard.steps[0].receive()
         except Gone as error:
             raise self._lost(error) from None
         return decode(frame.body)
+
+    def _await(self, shard: _Shard) -> None:
+        """Wait until the next result of a shard arrives. Raises WorkerLost, and ends all ranks, if
+        another shard has ended the same step and this one does not within `Patience.shard`."""
+        limit = self._watch.patience.shard
+        while not is_readable(shard.steps[0], limit):
+            self.check()
+            for place, other in enumerate(self._shards):
+                if other.ended > shard.ended or (other is not shard and is_readable(other.steps[0])):
+                    self._part(self._shards.index(shard), place, limit)
+
+    def _part(self, waiting: int, ended: int, limit: float) -> None:
+        self._failure = WorkerLost(
+            f"shard {waiting} has waited in a step for {limit:.0f} s, and shard {ended} has ended it: their ranks "
+            "did not run the same collectives"
+        )
+        end_all(self._watch, self._steps)
+        raise self._failure
 
     def _lost(self, error: Gone) -> SglcoreError:
         """Return the error that ended the ranks; waits a moment for the watching thread to find the
@@ -154,6 +190,8 @@ class RankGroup:
         while not self._is_closing.is_set():
             failure = self._watch.go_round()
             if failure is not None and not self._is_closing.is_set():
+                if self._failure is not None:
+                    return
                 self._failure = failure if isinstance(failure, WorkerLost) else WorkerLost(str(failure))
                 self._has_failed.set()
                 end_all(self._watch, self._steps)

@@ -28,13 +28,14 @@ class Patience:
     """Times in seconds. A rank is lost after `silence` without a message, or after `starting` until
     all ranks are ready.
 
-    `settle`: how long a failure that may follow from another rank's is kept, to find the cause.
-    `round`: the longest wait for messages before clocks are checked. `closing`: how long a rank may
-    take to end.
+    `shard`: how much longer than another shard one may take for the same step. `settle`: how
+    long a failure that may follow from another rank's is kept, to find the cause. `round`: the
+    longest wait for messages before clocks are checked. `closing`: how long a rank may take to end.
     """
 
     silence: float = 5.0
     starting: float = 60.0
+    shard: float = 30.0
     settle: float = 0.3
     round: float = 0.1
     closing: float = 10.0

@@ -5,11 +5,13 @@ The plan of a bucket is refreshed in place before each replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -40,8 +42,18 @@ class CapturedBucket:
     step: CapturedStep
 
 
+PlanOfBucket = Callable[[int], StepPlan | None]
+"""Returns the plan under which a graph of so many rows is captured; None with one shard."""
+
+
+def one_shard(rows: int) -> None:
+    """Implements `PlanOfBucket` for requests in one shard."""
+
+
 class DecodeGraphs(SizedGraphs[CapturedBucket]):
-    """Captures and replays decode steps, padded to the next captured batch size."""
+    """Captures and replays decode steps, padded to the next captured batch size. With data-parallel
+    shards the step's plan says which size all of them replay, also a shard without rows.
+    """
 
     def __init__(
         self,
@@ -52,13 +64,15 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         buckets: tuple[int, ...],
         needs_host_lengths: bool = False,
         halves: SplitForward | None = None,
+        plan_of: PlanOfBucket = one_shard,
     ) -> None:
         """`needs_host_lengths`: a replay needs lengths on the host. `halves` says which sizes are
-        captured as two interleaved micro-batches (None: no size).
+        captured as two interleaved micro-batches (None: no size). `plan_of`: the plan of each size.
         """
         super().__init__(registry, context, forward, buckets, registry.max_bs)
         self.backend = backend
-        self._needs_host_lengths, self._halves = needs_host_lengths, halves
+        self._needs_host_lengths, self._halves, self._plan_of = needs_host_lengths, halves, plan_of
+        self._nothing = self._without_rows()
 
     @property
     def in_halves(self) -> tuple[int, ...]:
@@ -68,11 +82,23 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
     def _fits(self, batch: ForwardBatch) -> bool:
         """Return whether there is a bucket for the batch, and its lengths on the host if needed."""
         has_lengths = batch.seq_lens_cpu is not None or not self._needs_host_lengths
-        return has_lengths and self.bucket_for(batch.batch_size) is not None
+        return has_lengths and self._bucket_of(batch) in self._captured
+
+    def _unread(self, batch: ForwardBatch) -> tuple[str, ...]:
+        return super()._unread(batch) if batch.num_tokens else ()
+
+    def _bucket_of(self, batch: ForwardBatch) -> int | None:
+        """Return the size that the batch's shards agreed on, if they are several, else the smallest
+        one that holds its rows; None if there is none.
+        """
+        plan = batch.step_plan
+        if plan is None:
+            return self.bucket_for(batch.batch_size)
+        return None if plan.bucket is None or plan.bucket < batch.batch_size else plan.bucket
 
     def path(self, batch: ForwardBatch) -> str:
         """Return mechanism and bucket, such as "full:8", of a batch for which `can_run` is true."""
-        return f"{self.backend.kind}:{self.bucket_for(batch.batch_size)}"
+        return f"{self.backend.kind}:{self._bucket_of(batch)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Replay the graph of a batch for which `can_run` is true; return hidden states [B, H], a
@@ -80,7 +106,9 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
 
         The next replay overwrites it. Raises StalePlanError as `GraphRunner.run` does.
         """
-        size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
+        size, attention = self._bucket_of(batch) or 0, self._context.attn_backend
+        if not batch.num_tokens:
+            batch = self._nothing
         captured = self._captured[size]
         check_generation(str(size), captured.generation, self._context)
         # Raises for a plan of another forward. Any other plan is replaced by the captured one,
@@ -94,8 +122,16 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
             output = captured.step.replay(update)
         return output[: batch.num_tokens]
 
+    def _without_rows(self) -> ForwardBatch:
+        """Return the decode batch of an idle shard, of which a replay has padding rows only."""
+        batch = self.registry.view(0, 0, extend=False)
+        batch.forward_mode = ForwardMode.DECODE
+        read_host_arrays(batch)
+        return batch
+
     def _capture(self, size: int) -> CapturedBucket:
         attention, batch = self._context.attn_backend, self._static_batch(size, size, ForwardMode.DECODE)
+        batch.step_plan = self._plan_of(size)
         read_host_arrays(batch)
         halves = None if self._halves is None else self._halves.captured(size)
         plan = attention.capture_plan(Bucket(size, size)) if halves is None else None

@@ -15,6 +15,7 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.graphs.decode_graphs import one_shard
 from sglcore.runtime.graphs.graph_backend import GraphBackend, PromptBackend
 from sglcore.runtime.graphs.graph_limits import MOST_CAPTURED, MOST_RECORDED, Buckets, batch_sizes, limit_row, within
 from sglcore.runtime.graphs.prefill_graphs import PromptForward, token_buckets
@@ -128,11 +129,16 @@ def capture(
     """Capture every bucket and record in the ledger what is replayed. Waits for the device.
 
     Decode sizes are multiplied by each of `widths`, the rows per request. Prefill is captured if
-    `takes_prompts` and the mechanism can. Raises ConfigError if no decode size fits the registry.
+    `takes_prompts`, the mechanism can, and there is one data-parallel shard: several have different
+    numbers of prompt rows in each step. Raises ConfigError if no decode size fits the registry.
     """
-    wanted = _prompt_forward(config, backend, runner) if takes_prompts else None
+    ranks = runner.extensions.ranks
+    has_shards = ranks is not None and ranks.has_shards
+    wanted = _prompt_forward(config, backend, runner) if takes_prompts and not has_shards else None
     buckets, prompts = _within_limit(config, facts, runner, wanted, ledger, widths)
-    against = "" if runner.halves is None else reason_against_halves(backend, widths)
+    if ranks is not None:  # a capture may run its exchanges, so all ranks capture the same, in this order
+        ranks.check_same("graph sizes", (buckets, () if prompts is None else prompts.buckets))
+    against = "" if runner.halves is None else reason_against_halves(backend, widths, has_shards)
     captured = GraphRunner(
         backend,
         runner.decode_registry,
@@ -145,6 +151,7 @@ def capture(
         shadow=config.shadow,
         needs_host_lengths=runner.options.needs_host_lengths,
         halves=None if against else runner.halves,
+        plan_of=one_shard if ranks is None else ranks.plan_of_bucket,
     )
     if not captured.buckets:
         captured.close()
@@ -162,11 +169,13 @@ def capture(
     return captured
 
 
-def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str:
+def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...], has_shards: bool = False) -> str:
     """Return why decode graphs of this mechanism cannot hold two micro-batches.
 
     Empty if they can.
     """
+    if has_shards:
+        return "data-parallel shards split a step where each has rows, and a graph is split at one place"
     if backend.kind != "full":
         return (
             f"graphs of kind {backend.kind} are captured in parts, or as a list of calls, which two micro-batches "

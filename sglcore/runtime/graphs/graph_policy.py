@@ -5,12 +5,12 @@ other addresses than at capture, and whether a batch has inputs that the graph l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import bucket_for
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context
@@ -116,8 +116,7 @@ class SizedGraphs(ABC, Generic[Captured]):
         """Return the smallest of `sizes` that is at least `size`; None if there is none, or if
         `size` is 0.
         """
-        place = bisect_left(self.sizes, size)
-        return self.sizes[place] if size and place < len(self.sizes) else None
+        return bucket_for(size, self.sizes)
 
     @abstractmethod
     def _capture(self, size: int) -> Captured: ...

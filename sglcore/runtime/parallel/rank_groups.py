@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Communication, Place
 from sglcore.runtime.parallel.expert_dispatch import Dispatcher, MakeDispatcher
+from sglcore.runtime.parallel.pending_collective import CollectiveError
 from sglcore.runtime.parallel.process_group import AnyGroup, Group
 from sglcore.runtime.parallel.single_rank import Alone
 from sglcore.sampling.sampler import Sampler
@@ -60,13 +63,27 @@ class Groups:
     def reason_against_graphs(self, kind: str) -> str:
         """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""
         backend = self.communication.backend
-        if self.has_shards:
-            return "data-parallel shards have different rows in each step, and do not agree on a graph"
-        if self.has_experts_whole and not (self.dispatch.is_fixed and self.communication.in_graphs):
+        if self.has_experts_whole and not self.dispatch.is_fixed:
+            return f"rows go to their experts over {backend} in numbers that the host waits for (--expert-dispatch)"
+        if not self.ep.goes_into(kind):
             return f"rows go to their experts over {backend}, and no {kind} graph can contain that"
         if self.tp.goes_into(kind):
             return ""
         return f"sums of ranks over {backend} run between kernels, and no {kind} graph can contain them"
+
+    def plan_of_bucket(self, rows: int) -> StepPlan | None:
+        """Return the plan under which this rank captures decode graphs of `rows` rows; None if
+        there is one shard.
+        """
+        return StepPlan.of_bucket(rows, self.place.topology.dp, self.shard) if self.has_shards else None
+
+    def check_same(self, what: str, value: object) -> None:
+        """Raise CollectiveError on every rank unless `value`, which must have the same text on all
+        ranks if it is equal, is equal on all; `what` names it. Waits for all ranks.
+        """
+        word = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+        if self.tp.least(word) != -self.tp.least(-word):
+            raise CollectiveError(f"rank {self.place.rank} has the {what} {value}, and another rank has others")
 
     def close(self) -> None:
         """Leave all groups. Idempotent."""

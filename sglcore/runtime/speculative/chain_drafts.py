@@ -8,8 +8,10 @@ as the target does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,11 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.step.batch_field import Axis
+
+NO_RUNS: Mapping[str, None] = MappingProxyType(dict.fromkeys(("run_slots", "run_targets", "run_lens", "run_rows")))
+"""The fields by which the target verifies recurrent states, absent: a draft without states does not
+read them, nor do its graphs.
+"""
 
 
 class AutoregressiveDrafter(ABC):
@@ -78,7 +85,7 @@ class AutoregressiveDrafter(ABC):
         slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
-        plan = None if rows.batch.step_plan is None else rows.batch.step_plan.of_emitting()
+        plan = None if rows.batch.step_plan is None else self.runner.replayed(rows.batch.step_plan.of_emitting())
         features = hidden if self.lookahead else None
         return decode_batch(rows.batch, rows.sources, slots, positions, ids, most_lens, features, plan)
 
@@ -100,7 +107,13 @@ class FeatureDrafter(AutoregressiveDrafter):
     def take_in(self, rows: DraftRows) -> Tensor:
         assert rows.features is not None
         features = self._project(rows.features)
-        batch = replace(rows.batch, input_ids=rows.ids, input_embeds=None, features=features, plan_record=None)
+        plan = rows.batch.step_plan
+        if plan is not None and plan.is_decode:
+            plan = self.runner.replayed(plan.of_rows(plan.global_num_tokens))
+        given: dict[str, Any] = {"input_embeds": None, "features": features, "plan_record": None, "step_plan": plan}
+        if self.runner.state_pool is None:
+            given |= NO_RUNS
+        batch = replace(rows.batch, input_ids=rows.ids, **given)
         return self.run(batch).index_select(0, rows.select)
 
 
@@ -128,7 +141,7 @@ class StandaloneDrafter(AutoregressiveDrafter):
         root = self.decode(rows, roots, 0)
         slots, positions = placed(batch.req_pool_indices, batch.positions, ends)
         assert batch.seq_lens_cpu is not None and root.seq_lens_cpu is not None
-        plan = None if batch.step_plan is None else batch.step_plan.with_emitting()
+        plan = None if batch.step_plan is None else self.runner.replayed(batch.step_plan.with_emitting())
 
         def sources(axis: Axis) -> Tensor:
             return torch.cat([torch.arange(batch.num_tokens, device=ends.device), rows.sources(axis)])

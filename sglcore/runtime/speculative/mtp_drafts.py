@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import StepPlan
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.draft_batches import decode_batch, no_tokens
@@ -124,11 +125,11 @@ class MultiHeadDrafter:
 
         `features` are [0, H].
         """
-        plan = rows.batch.step_plan
+        plan = self._plan_of_rows(rows.batch)
         assert plan is not None
         for runner in self.runners:
             self._run_no_front(runner, rows, features)
-            yield runner.forward(no_tokens(rows.batch, plan.from_before(self._back), features))[0]
+            yield runner.forward(no_tokens(rows.batch, plan, features))[0]
 
     def run_prompts(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
         """Yield each layer's output [R, H] for the last tokens of prompts that end in this step.
@@ -145,7 +146,7 @@ class MultiHeadDrafter:
         window = self.before_chunks(rows, first, ends) if rows.goes_on else None
         self._keep_of_chunks(rows, features, first, lengths)
         front, hidden = None if window is None else window.features, features
-        plan = None if batch.step_plan is None else batch.step_plan.from_before(self._back)
+        plan = self._plan_of_rows(batch)
         for depth, runner in enumerate(self.runners):
             if window is not None and front is not None:
                 # Prefill graphs may share memory with decode graphs.
@@ -175,7 +176,7 @@ class MultiHeadDrafter:
         known = rows.select - self._steps[:count] * rows.width + (1 + self._back)
         own = features.view(count, rows.width, -1)
         features = torch.cat([self._features.index_select(0, rows.slots), own], 1).flatten(0, 1)
-        plan = None if batch.step_plan is None else batch.step_plan.from_before(self._back)
+        plan = self._plan_of_rows(batch)
         firsts = self._steps[:count] * rows.width
 
         def sources(axis: Axis) -> Tensor:
@@ -196,7 +197,7 @@ class MultiHeadDrafter:
         following = rows.ids.index_select(0, places.flatten()).view(places.shape)
         ids = torch.cat([self._ids.index_select(0, slots), following], 1)
         most = self._front_ends(batch.extend_prefix_lens_cpu[:, None]).reshape(-1)
-        plan = None if batch.step_plan is None else batch.step_plan.before_prompts(self._back)
+        plan = self._plan_of_front(batch)
 
         def sources(axis: Axis) -> Tensor:
             entries = first if axis is Axis.TOKENS else self._steps[: batch.batch_size]
@@ -248,9 +249,23 @@ class MultiHeadDrafter:
 
     def _run_no_front(self, runner: ModelRunner, rows: DraftRows, features: Tensor) -> None:
         """Join the forward that other shards run before their prefill, if there is one."""
-        plan = None if rows.batch.step_plan is None else rows.batch.step_plan.before_prompts(self._back)
+        plan = self._plan_of_front(rows.batch)
         if plan is not None:
             runner.forward(no_tokens(rows.batch, plan, features[:0]))
+
+    def _plan_of_rows(self, batch: ForwardBatch) -> StepPlan | None:
+        """Return the plan of a forward with all rows and those before them; None with one shard."""
+        if batch.step_plan is None:
+            return None
+        plan = batch.step_plan.from_before(self._back)
+        return self.runners[0].replayed(plan) if plan.is_decode else plan
+
+    def _plan_of_front(self, batch: ForwardBatch) -> StepPlan | None:
+        """Return the plan of a forward with the rows before continued prompts; None with one shard,
+        or if no shard continues a prompt.
+        """
+        plan = None if batch.step_plan is None else batch.step_plan.before_prompts(self._back)
+        return None if plan is None else self.runners[0].replayed(plan)
 
     def ahead(self, window: Window, depth: int) -> Tensor:
         """Return the input ids of layer number `depth`, int32[B * N]: the token `depth` places

@@ -7,7 +7,6 @@ plan.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
@@ -17,6 +16,8 @@ import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.plan import StepPlan
+from sglcore.step.forward_inputs import ForwardInputs
+from sglcore.step.host_values import optional_inputs
 from sglcore.step.micro_batch_cut import CutTerms
 
 
@@ -79,13 +80,11 @@ class StepVote:
 class Terms:
     """What `agree` must know about workers and their ranks, the same for all steps.
 
-    `width` ranks share the token rows of a shard. `buckets` are the captured graph sizes,
-    ascending. `needs_equal_rows`: the transport between ranks needs the same number of rows from
-    each shard.
+    `width` ranks share the token rows of a shard. `needs_equal_rows`: the transport between ranks
+    needs the same number of rows from each shard.
     """
 
     width: int = 1
-    buckets: tuple[int, ...] = ()
     needs_equal_rows: bool = False
 
 
@@ -99,6 +98,9 @@ class Proposals:
     proposed: int = 0
 
 
+_has_optional_inputs = optional_inputs(ForwardInputs)
+
+
 def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int = 1) -> StepVote:
     """Return the vote of a shard for a step; `batch` None is an idle shard. `cut` says which steps
     the shard would run as two micro-batches. A decode step runs `width` rows of each request.
@@ -106,6 +108,8 @@ def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int
     if batch is None:
         return StepVote()
     mode, where = batch.forward_mode, 0
+    # No graph has the inputs of the last norm.
+    has_before = batch.return_hidden_states_before_norm.is_set
     if cut is not None and mode.is_decode:
         where = cut.of_decode(batch.batch_size, width)
     elif cut is not None:
@@ -113,7 +117,7 @@ def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int
     return StepVote(
         (batch.num_tokens * (width if mode.is_decode else 1),),
         mode,
-        can_replay=batch.embed_rows is None,
+        can_replay=batch.embed_rows is None and not _has_optional_inputs(batch) and not has_before,
         is_extend=not mode.is_decode,
         cuts=(where,),
         may_cut=where > 0,
@@ -137,43 +141,31 @@ def reduced(votes: Sequence[StepVote]) -> StepVote:
 def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposals = Proposals()) -> StepPlan:
     """Return the plan that every shard runs. Idle shards have no influence; they follow.
 
-    All shards replay a graph or none does: if every shard with rows decodes, in the smallest bucket
-    that holds the largest shard, if that bucket is at most twice the size of that shard. Rows are
-    padded if the transport or the graph needs it. Without graphs, decode steps are also padded if
-    gathering padded rows moves no more data than summing all rows; steps with prompts never are,
-    because their sizes differ most. All shards run two micro-batches or none does; an idle shard
-    runs two empty ones.
+    All shards replay a graph or none does: the plan says whether the step can, and the ranks, which
+    know the captured sizes, derive the same one from it (`StepPlan.replayed`). Rows are padded if
+    the transport needs it. Decode steps are also padded if gathering padded rows moves no more data
+    than summing all rows; steps with prompts never are, because their sizes differ most. All shards
+    run two micro-batches or none does; an idle shard runs two empty ones.
     """
     total = reduced(votes)
     shards, rounded = len(total.rows), [-(-count // terms.width) * terms.width for count in total.rows]
     largest = max(rounded, default=0)
-    may_replay = total.can_replay and total.mode.is_decode
-    bucket = _bucket(largest, terms.buckets) if may_replay else None
-    if terms.needs_equal_rows or bucket is not None:
+    if terms.needs_equal_rows:
         is_padded = True
     elif total.is_extend and shards > 1:
         is_padded = False
     else:
         is_padded = 2 * sum(rounded) >= shards * largest
-    cuts = total.cuts if total.may_cut and any(total.cuts) and bucket is None else None
+    cuts = total.cuts if total.may_cut and any(total.cuts) else None
     return StepPlan(
         total.rows,
         is_padded,
-        bucket,
         cuts=cuts,
         is_decode=total.mode.is_decode,
+        can_replay=total.can_replay,
         verified=proposals.verified,
         proposed=proposals.proposed,
         emitting=total.emitting,
         verifying=total.verifying,
         going_on=total.going_on,
     )
-
-
-def _bucket(rows: int, buckets: tuple[int, ...]) -> int | None:
-    """Return the smallest bucket that holds `rows`; None if there is none, if `rows` is 0, or if
-    the bucket would be more than twice as large.
-    """
-    place = bisect_left(buckets, rows)
-    fits = rows and place < len(buckets) and buckets[place] <= 2 * rows
-    return buckets[place] if fits else None

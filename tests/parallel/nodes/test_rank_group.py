@@ -171,6 +171,48 @@ def test_each_shard_has_consecutive_ranks_and_its_first_one_answers(count: int, 
             channel.send(Kind.CLOSED)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_shard_that_waits_in_a_step_that_another_has_ended_is_lost(first: int) -> None:
+    """Whichever of both is collected first. Nobody is lost for a step that takes long on both."""
+    with far(2) as ranks:
+        ranks.watch.patience = replace(ranks.watch.patience, shard=0.1)
+        with grouped(ranks, 2) as (group, _):
+            tickets = [group.submit(batch_of(1, shard=shard)) for shard in range(2)]
+            later = threading.Timer(0.4, ranks.steps[0].send, (Kind.RESULT, encode(result(tickets[0].step))))
+            later.start()
+            assert group.collect(tickets[0]).step == tickets[0].step
+            ranks.steps[1].send(Kind.RESULT, encode(result(tickets[1].step)))
+            group.collect(tickets[1])
+            tickets = [group.submit(batch_of(1, shard=shard)) for shard in range(2)]
+            ranks.steps[1].send(Kind.RESULT, encode(result(tickets[1].step)))
+            if first == 1:
+                group.collect(tickets[1])
+            with pytest.raises(WorkerLost, match="shard 0 has waited in a step .*, and shard 1 has ended it"):
+                group.collect(tickets[0])
+            with pytest.raises(WorkerLost, match="shard 0 has waited"):
+                group.submit(batch_of(1, shard=1))
+            assert [member.process.poll() for member in ranks.members] == [-signal.SIGKILL] * 2
+
+
+def test_all_shards_are_asked_for_the_results_of_a_step_at_once() -> None:
+    with far(2) as ranks, grouped(ranks, 2) as (group, _):
+        for channel in ranks.steps:
+            channel.wait_at_most(5.0)
+            channel.send(Kind.RESULT, encode(result(1)))
+        tickets = [group.submit(batch_of(1, shard=shard)) for shard in range(2)]
+        group.collect(tickets[0])
+        assert [[channel.receive().kind for _ in range(2)] for channel in ranks.steps] == [
+            [Kind.STEP, Kind.COLLECT]
+        ] * 2
+        group.collect(tickets[1])
+        for channel in ranks.steps:
+            channel.wait_at_most(0.001)
+            with pytest.raises(TimeoutError):
+                channel.receive()
+            channel.wait_at_most(5.0)
+            channel.send(Kind.CLOSED)
+
+
 def test_ranks_are_told_to_end_though_one_has_left_before() -> None:
     with far(3) as ranks:
         with grouped(ranks, 1):

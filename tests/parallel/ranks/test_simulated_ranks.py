@@ -69,6 +69,24 @@ def test_two_devices_serve_shards_and_hold_experts(lane: Lane, settings: dict[st
         check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
 
 
+@pytest.mark.needs("graphs.full")
+@pytest.mark.parametrize("settings", [{"dp": 2}, {"dp": 2, "ep": 2, "expert_dispatch": "fixed"}], ids=str)
+def test_two_devices_replay_graphs_with_their_collectives(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Where the device's library cannot be captured, the ledger says so and steps run eagerly."""
+    kind = partial(defects.simulated, lane.simulator)
+    oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
+    given = {**PLAIN, "graph": "full", "graph_buckets": (1, 3), **settings}
+    with RankedEngine(save(oracle, tmp_path), kind, **given) as engine:
+        check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
+        row = next(row for row in engine.started.ledger.rows if row.topic == "graph")
+        communication = engine.started.choice.package.communication
+        assert communication is not None
+        if communication.in_graphs:
+            assert row.effective == "full" and {"full:1", "full:3"} & engine.paths
+        else:
+            assert row.effective == "eager" and communication.backend in row.reason and engine.paths == {"eager"}
+
+
 def test_a_sum_on_a_stream_that_does_not_wait_is_a_race(lane: Lane, oracle: Any, tmp_path: Path) -> None:
     kind = partial(defects.unordered, lane.simulator)
     with RankedEngine(save(oracle, tmp_path), kind, **PLAIN) as engine, pytest.raises(WorkerLost, match="race"):

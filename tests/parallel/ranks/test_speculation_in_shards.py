@@ -23,9 +23,9 @@ from tests.checkpoints import llama, qwen3_moe, qwen3_next, save
 from tests.drafts import eagle3, next_token, next_tokens
 from tests.latent import deepseek_v3
 from tests.laws.engine import Result, TokenEngine, check_logprobs, random_prompts
-from tests.parallel import defects, forwards
+from tests.parallel import defects, forwards, graph_defects
 from tests.parallel.engine import RankedEngine, configured
-from tests.parallel.forwards import Step, check_forwards, recording
+from tests.parallel.forwards import Step, check_forwards, check_replayed, recording
 
 Make = Callable[[Path], tuple[Any, dict[str, Any]]]
 """Writes a model, and a draft model if there is one; returns the model and the settings."""
@@ -68,6 +68,14 @@ def by_mtp(folder: Path) -> tuple[Any, dict[str, Any]]:
     """One MTP layer with experts and latent attention."""
     model = deepseek_v3()
     next_token(model, folder, deepseek_v3, first_k_dense_replace=0)
+    return model, {"speculative": "mtp"}
+
+
+def by_mtp_of_states(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """One MTP layer without states, of a model with states."""
+    model = qwen3_next(max_position_embeddings=CONTEXT, num_experts=4)
+    one = {"layer_types": ["full_attention"], "max_position_embeddings": CONTEXT, "num_experts": 4}
+    next_token(model, folder, qwen3_next, "qwen", **one)
     return model, {"speculative": "mtp"}
 
 
@@ -114,6 +122,7 @@ CASES: MappingProxyType[str, Case] = MappingProxyType(
         "suffix": case(by_text("suffix"), tp=2, dp=2),
         "eagle3, dense": case(by_eagle3, first_and_further, tp=2, dp=2, poison=False),
         "mtp": case(by_mtp, first_and_further, tp=2, dp=2),
+        "mtp, of a model with states": case(by_mtp_of_states, first_and_further, tp=2, dp=2),
         "mtp, experts on 2": case(by_mtp, first_and_further, tp=2, dp=2, ep=2),
         "mtp, two ranks a shard, experts on 4": case(by_mtp, first_and_further, tp=4, dp=2, ep=4),
         "mtp, experts at fixed places": case(by_mtp, first_and_further, tp=2, dp=2, ep=2, expert_dispatch="fixed"),
@@ -183,6 +192,7 @@ def test_texts_are_those_without_proposals_and_all_ranks_run_the_same_forwards(n
     assert sum(accepted * count for (*_, accepted), count in drafts.items()) > 0
     steps = check_forwards(tmp_path, each.ranks["tp"])
     check_reached(steps)
+    check_replayed(steps, each.ranks.get("ep", 1) == 1 or each.ranks.get("expert_dispatch") == "fixed")
     if each.make is by_several:
         return
     for beside in zip(*steps, strict=True):
@@ -275,6 +285,7 @@ DEFECTS: MappingProxyType[str, tuple[Any, Make, dict[str, Any]]] = MappingProxyT
         "further rows as first": (forwards.further_rows_as_first, by_mtp, {}),
         "no front": (forwards.no_front, by_several, {"ep": 2}),
         "roots by own mode": (forwards.roots_by_own_mode, by_another, {"ep": 2}),
+        "graph of own rows": (graph_defects.drafts_by_own_rows, by_mtp, {}),
     }
 )
 

@@ -145,16 +145,13 @@ def registries(facts: Any) -> tuple[Any, ...]:
     """A decode and a prefill registry with every possible buffer."""
     table, *_ = make_attention(TinyModel())
     windows = WindowTable(SLOTS, 3, 9, PAGE, "cpu")
-    decode = build_decode_registry(
-        facts, table, max_bs=4, window_table=windows, register_global_num_tokens=True, num_ranks=2
-    )
+    decode = build_decode_registry(facts, table, max_bs=4, window_table=windows)
     prefill = build_prefill_registry(
         facts,
         table,
         max_bs=2,
         max_num_tokens=8,
         window_table=windows,
-        register_global_num_tokens=True,
         register_input_embeds=True,
         hidden_size=3,
     )

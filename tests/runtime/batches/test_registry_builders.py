@@ -4,7 +4,6 @@ a batch that they carry."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -58,27 +57,14 @@ def test_what_an_owned_batch_holds_elsewhere_is_copied_into_its_buffer(facts: Fa
     assert view.ngram_embedding_info.req_lens.tolist() == [5]
 
 
-def test_counts_and_embeddings_without_a_buffer_are_the_batchs_own() -> None:
+def test_embeddings_without_a_buffer_are_the_batchs_own() -> None:
     registry = build_prefill_registry(SHARED, None, max_bs=2, max_num_tokens=4)
     batch = ForwardBatch(batch_size=1, num_tokens=3, input_ids=torch.ones(3, dtype=I32))
-    batch.global_num_tokens, batch.input_embeds = torch.tensor([3, 9]), torch.ones(3, 2)
+    batch.input_embeds = torch.ones(3, 2)
     ctx = FillContext(1, 1, 3, 4)
     registry.fill_from(batch, ctx)
     view = registry.extract_buffer(batch, 1, 4)
-    assert view.global_num_tokens is batch.global_num_tokens
     assert view.input_embeds is batch.input_embeds
-
-
-@pytest.mark.parametrize(("ranks", "count"), [({}, 1), ({"num_ranks": 3}, 3)])
-def test_a_registered_count_of_all_ranks_is_computed_and_replaces_the_batchs_own(ranks: Any, count: int) -> None:
-    table, *_ = make_attention(TinyModel())
-    registry = build_decode_registry(SHARED, table, max_bs=4, register_global_num_tokens=True, **ranks)
-    batch = registry.view(2, 2, False)
-    batch.global_num_tokens = torch.tensor([7, 7, 7])
-    registry.fill_from(batch, FillContext(2, 4, 2, 4))
-    found = registry.extract_buffer(batch, 4, 4).global_num_tokens
-    assert found is not None
-    assert found.tolist() == [4] * count
 
 
 def test_growth_forgets_the_views_of_the_old_buffers() -> None:

@@ -57,7 +57,6 @@ def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site,
     batch.input_embeds = torch.arange(2.0 * count).view(count, 2)
     batch.capture_hidden_mode = CaptureHiddenMode.FULL
     batch.sampling = object()
-    batch.global_num_tokens = torch.tensor([count])
     return site, batch
 
 
@@ -97,7 +96,6 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "extend_seq_lens_cpu": None if decode else lengths,
         "extend_start_loc": None if decode else [sum(lengths[:i]) for i in range(len(lengths))],
         "num_token_non_padded": [last - first],
-        "global_num_tokens": None,
         "step_plan": None,
         "token_type_ids": batch.token_type_ids.tolist()[first:last],
         "mrope_positions": [row[first:last] for row in batch.mrope_positions.tolist()],

@@ -20,7 +20,6 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
-from sglcore.runtime.registry_builders import count_global_tokens
 from sglcore.step.batch_field import keep
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.test_model_runner import on_the_device
@@ -88,7 +87,11 @@ def pad_nothing(registry: BufferRegistry) -> None:
 
 def count_padding(registry: BufferRegistry) -> None:
     """Mutant: padding tokens count as real."""
-    registry.input_buffer("num_token_non_padded").post_fill = count_global_tokens
+
+    def count(view: torch.Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+        view.fill_(ctx.padded_num_tokens)
+
+    registry.input_buffer("num_token_non_padded").post_fill = count
 
 
 def compute_before(registry: BufferRegistry) -> None:
@@ -287,7 +290,6 @@ OTHERS = {
     "input_embeds": lambda: torch.zeros(1, HIDDEN),
     "ngram_embedding_info": NgramEmbeddingInfo,
     "spec_info": NgramEmbeddingInfo,
-    "global_num_tokens": lambda: torch.ones(2, dtype=torch.int32),
 }
 
 
