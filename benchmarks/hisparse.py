@@ -136,7 +136,7 @@ class Busy:
         """Keep the device busy, then return the model's logits."""
         copying = 0.0
         if self._hisparse is not None:
-            missed = self._sim.host_view(self._hisparse.missed)[:, : len(hidden)]
+            missed = self._sim.host_view(self._hisparse.caches.missed)[:, : len(hidden)]
             copying = self._copies.milliseconds(float(missed.sum()) / len(missed) / TOP_K)
         self.copying.append(copying)
         self._sim.busy((self._copies.step + copying) * self._copies.stretch)

@@ -196,9 +196,9 @@ class EngineConfig:
     hisparse: str | None = setting(
         None,
         "Offload the KV cache of sparse attention to host memory; the device keeps the"
-        ' entries used last: on, off (default), a JSON object such as {"device_buffer_size": 4096},'
-        " or a file that contains one. An error on models without sparse attention, on devices that"
-        " cannot read host memory, and with speculation or --dp above 1.",
+        " entries used last: on, auto (if it is predicted to pay), off (default), a JSON object such as"
+        ' {"device_buffer_size": 4096}, or a file that contains one. An error on models without sparse'
+        " attention, and on devices that cannot read host memory.",
     )
     attention_backend: str | None = setting(
         None,
@@ -231,7 +231,7 @@ class EngineConfig:
         "off",
         "Layered prefill: run prompts a few layers at a time between decode steps. auto chooses slices that decoding"
         " hardly notices, a number sets tokens x layers per slice, off (default) prefills in chunks. No effect with"
-        " --hisparse, --dp above 1, or speculation; turns --speculative auto off.",
+        " --dp above 1, or speculation; turns --speculative auto off.",
     )
     prompt_lane: str = setting(
         "auto",

@@ -110,6 +110,12 @@ class ServerConfig:
     max_logprobs: int = setting(
         20, "Maximum number of alternatives per token (top_logprobs); more get 400. Default: 20.", least=0
     )
+    max_hidden_states: int = setting(
+        2 << 20,
+        "Maximum number of values in the hidden states of one answer, tokens times hidden size times samples;"
+        " a request beyond it gets 400. Default: 2097152. 0: no answer has any.",
+        least=0,
+    )
     max_prompt_tokens: int | None = setting(
         None,
         "Maximum number of tokens in a prompt; longer ones get 400. Default: what the context length allows.",

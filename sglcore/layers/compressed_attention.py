@@ -167,14 +167,15 @@ class CompressedAttention(SparseLayer):
         rows and blocks, and attends. Decode steps run inside graphs: no host reads."""
         given, kernels, positions = self.projections, backend.kernels, batch.positions
         latent = given.latent(hidden)
-        q = given.queries(latent).unflatten(1, (self.num_heads, self.head_dim))
-        q = kernels.rope_tail(q, positions, self._cos_sin, self._eps, False)
         self._store(given.keys(hidden), batch, backend)
         if self.compressor is not None and given.blocks is not None:
             self.compressor(given.blocks(hidden), batch, backend)
         if self.indexer is not None and given.index is not None:
             index = given.index
             self.indexer(index.queries(latent), index.weights(hidden), index.blocks(hidden), batch, backend)
+        # After the choice, because copies of the chosen blocks may run meanwhile.
+        q = given.queries(latent).unflatten(1, (self.num_heads, self.head_dim))
+        q = kernels.rope_tail(q, positions, self._cos_sin, self._eps, False)
         out = backend.forward(q.flatten(1), None, None, self, batch)
         out = out.unflatten(1, (self.num_heads, self.head_dim))
         return given.output(kernels.rope_tail(out, positions, self._cos_sin, None, True).flatten(1))

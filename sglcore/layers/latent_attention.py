@@ -110,6 +110,7 @@ class LatentAttention(SparseLayer):
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
         stored = pool.rows(self.layer_id, LATENT), places, pool.codec(self.layer_id, LATENT)
+        backend.before_store(self, batch)
         self._store(kept, self.norm, INNER_EPS, batch.positions, self._cos_sin, *stored)
         if self.indexer is not None and inner is not None:
             self.indexer(hidden, inner, batch, self, backend)

@@ -34,7 +34,7 @@ from sglcore.runtime.kernels.hisparse_entries import REACHING
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted_to
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress, row_sizes
-from sglcore.runtime.memory.kv_rows import ROWS, RowPool
+from sglcore.runtime.memory.kv_rows import ROWS, RowPool, swapped_rows
 from sglcore.runtime.memory.make_pools import Pools
 from sglcore.runtime.memory.memory_bring_up import pools, sizes
 from sglcore.runtime.memory.pools import (
@@ -188,6 +188,7 @@ def attention(
     of kernel entries that refuse this model's calls are recorded in the ledger.
     """
     layers, windows = model.attention_layers, pools.windows
+    hisparse = hisparse if any(swapped_rows(layer.rows) for layer in layers) else None
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
     draws = (KernelTable.draw, (logits, None, None)), (KernelTable.greedy, (logits,))
     kernels = fitted_to(kernels, draws, refusals)
@@ -246,15 +247,14 @@ def runner(
     pool = None if model.config.is_encoder else pools.req_to_token
     table = None if pools.windows is None else pools.windows.table
     shape = StepShape() if speculation is None else speculation.shape_of(model)
-    most = sizes.max_requests * shape.most
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
     # Each registry needs its own buffers.
     own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
     own[0] += [visible_buffer()] if speculation is not None and speculation.tree is not None else []
     own[0] += run_buffers() if speculation is not None and pools.states is not None else []
     given = {"cells": cells, "window_table": table}
-    extensions = _extensions(pools, attention, hisparse, groups, halves)
-    decode = build_decode_registry(facts, pool, max_bs=most, extra_buffers=own[0], **given)
+    extensions = _extensions(pools, attention, hisparse if attention.hisparse else None, groups, halves)
+    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests * shape.most, extra_buffers=own[0], **given)
     prefill = build_prefill_registry(
         facts, pool, max_bs=max_bs, max_num_tokens=max_num_tokens, extra_buffers=own[1], **given
     )
@@ -321,6 +321,7 @@ def _extensions(
         state_pool=pools.states,
         window_table=None if pools.windows is None else pools.windows.table,
         entered=tuple(entered),
+        tables=() if hisparse is None else (hisparse.held_prompt,),
         # The runner of a draft has another attention.
         halves=halves if halves is not None and halves.backends[0] is attention else None,
         ranks=groups,
@@ -358,7 +359,6 @@ def limits(
     model: LoadedModel,
     pools: Pools,
     sizes: MemorySizes,
-    hisparse: HiSparseCoordinator | None = None,
     slices: Slices | None = None,
 ) -> Limits:
     """Return the limits of a worker without speculation."""
@@ -369,8 +369,7 @@ def limits(
         num_pages=sizes.num_pages,
         max_batch_tokens=max(config.max_batch_tokens, 1),
         vocab_size=model.config.vocab_size,
-        # With HiSparse, a prefill step gathers all rows of each of its requests.
-        allows_mixed_batches=facts.allows_mixed_batches and hisparse is None,
+        allows_mixed_batches=facts.allows_mixed_batches,
         runs_ahead=facts.has_streams,
         generates=not model.config.is_encoder,
         takes_masks=True,

@@ -31,6 +31,11 @@ class Weights(Protocol):
         """The layers that may keep their weights in a form of the device's own."""
         ...
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """All weights of this rank."""
+        ...
+
 
 class LoadedModel(Model, Protocol):
     """A model with its weights on the device, as bring-up uses it. Called with a batch, it returns

@@ -118,6 +118,8 @@ class Extensions:
     """The page table of sliding-window pages."""
     entered: tuple[Entered, ...] = ()
     """Their `enter` is called with the slots that go to new requests."""
+    tables: tuple[SlotTable, ...] = ()
+    """Tables by slot of optional features."""
     halves: SplitForward | None = None
     """Runs batches that are split into two micro-batches."""
     ranks: Ranks | None = None
@@ -160,6 +162,7 @@ class ModelRunner:
             extensions.state_pool,
             entering,
             token_table,
+            *extensions.tables,
         )
         self._tables = tuple(table for table in tables if table is not None)
         self._layers = model.attention_layers

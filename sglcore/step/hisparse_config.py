@@ -22,7 +22,7 @@ from sglcore.device.swap_counts import SwapCounts
 A = TypeVar("A")
 
 MOST_THREADS = 1024
-WANTED = 'on, a JSON object such as {"device_buffer_size": 4096}, or a file that holds one'
+WANTED = 'on, auto, a JSON object such as {"device_buffer_size": 4096}, or a file that holds one'
 REMEDY = "set --hisparse on for the defaults"
 
 
@@ -32,23 +32,39 @@ class HiSparseConfig:
 
     `device_buffer_size`: KV entries of each request and layer that stay on the device (None: twice
     the number that a token of the model reads). `host_to_device_ratio`: the host holds at most this
-    many times the pages that the device would hold without HiSparse. `unused`: keys that were given
-    and have no effect here.
+    many times the pages that the device would hold without HiSparse. `prompt_buffer_size`: tokens
+    of the one prompt in chunks whose entries stay on the device until its last chunk (None: a
+    request of the maximum length). `unused`: keys that were given and have no effect here.
+
+    `is_auto`: HiSparse is used only if it is predicted to pay (`step/hisparse_choice.py`), for
+    requests of `request_tokens` tokens (None: of the maximum length) and this `hit_rate` with twice
+    the entries that a token reads (None: an assumed one).
     """
 
     device_buffer_size: int | None = None
     host_to_device_ratio: float = 2.0
+    prompt_buffer_size: int | None = None
     unused: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    is_auto: bool = False
+    request_tokens: int | None = None
+    hit_rate: float | None = None
 
-    def buffer_rows(self, top_k: int) -> int:
-        """Return the number of KV entries per request and layer that stay on the device, if a token
-        of the model reads `top_k`. Raises ConfigError if the configured number is smaller than
-        `top_k`.
+    def buffer_rows(self, top_k: int, most: int = 1) -> int:
+        """Return the number of KV entries per request and layer that stay on the device, for a
+        model whose tokens read `top_k`, in steps with at most `most` tokens of a request. Raises
+        ConfigError if the configured number is smaller than what such a step reads.
         """
         if self.device_buffer_size is None:
-            return 2 * top_k
-        _check_size(self.device_buffer_size, top_k, "a token of this model reads")
+            return max(2, most) * top_k
+        whose = "a token of this model reads" if most == 1 else f"{most} tokens, which a step verifies, read"
+        _check_size(self.device_buffer_size, top_k * most, whose)
         return self.device_buffer_size
+
+    def held_tokens(self, longest: int) -> int:
+        """Return the tokens of the longest prompt whose entries stay on the device between its
+        chunks, for requests of at most `longest` tokens.
+        """
+        return longest if self.prompt_buffer_size is None else min(longest, self.prompt_buffer_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +82,27 @@ class SwapSizes:
     page_size: int
     layers: tuple[int, ...]
 
-    def chosen(self, batch: ScheduleBatch) -> int:
-        """Return the number of entries that all indexers choose in a decode step."""
-        return len(self.layers) * int(np.minimum(batch.seq_lens // self.ratio, self.top_k).sum())
+    def chosen(self, lens: NDArray[np.int32]) -> int:
+        """Return the number of entries that all indexers choose for rows of these lengths."""
+        return len(self.layers) * int(np.minimum(lens // self.ratio, self.top_k).sum())
 
     def stored(self, batch: ScheduleBatch) -> int:
         """Return the bytes, over all layers, of the entries that the tokens of a step complete."""
         rows = int((batch.seq_lens // self.ratio - batch.prefix_lens // self.ratio).sum())
         return sum(self.layers) * rows * self.row_bytes
 
-    def staged(self, batch: ScheduleBatch) -> int:
-        """Return the bytes, over all layers, of all pages of the requests in a prefill step."""
-        pages = int((-(-batch.seq_lens // self.page_size)).sum())
-        return sum(self.layers) * pages * (self.page_size // self.ratio) * self.row_bytes
+    def staged(self, rows: int) -> int:
+        """Return the bytes that a prefill step copies from the host, `rows` entries per layer."""
+        return sum(self.layers) * rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepSwaps(Generic[A]):
     """Swap counts of one step: `chosen` entries, `staged` and `stored` bytes, as the methods of
     `SwapSizes` define them. `missed` int32 [indexers], in an array of the worker's library: entries
-    of each indexer that had to come from the host; None in a prefill step.
+    of each indexer that had to come from the host; None in a step without decode rows. A step that
+    verifies draft tokens, of which only the device knows the rows, has two more: the entries that
+    each indexer chose, and those that were completed.
     """
 
     sizes: SwapSizes
@@ -95,34 +112,39 @@ class StepSwaps(Generic[A]):
     missed: A | None = None
 
     @classmethod
-    def of(cls, sizes: SwapSizes, batch: ScheduleBatch, missed: A | None) -> StepSwaps[A]:
-        """Make the counts of a host batch; `missed` None: it is a prefill step, and not a decode
-        step. The arrays of the batch are not kept.
+    def of(cls, sizes: SwapSizes, batch: ScheduleBatch, staged: int, decodes: int, missed: A | None) -> StepSwaps[A]:
+        """Make the counts of a host batch. Its first `decodes` rows decode, and `missed` entries
+        (None: no row decodes); for the others it copied `staged` entries per layer. The arrays of
+        the batch are not kept.
         """
-        if missed is None:
-            return cls(sizes, 0, sizes.staged(batch), sizes.stored(batch))
-        return cls(sizes, sizes.chosen(batch), 0, sizes.stored(batch), missed)
+        chosen = sizes.chosen(batch.seq_lens[:decodes])
+        return cls(sizes, chosen, sizes.staged(staged), sizes.stored(batch), missed)
 
     def counts(self, missed: NDArray[np.int32] | None) -> SwapCounts:
-        """Return the counts of the step for its result, from the host copy of `missed`; None: a
-        prefill step."""
-        found = [0] * len(self.sizes.layers) if missed is None else missed.tolist()
-        loads = sum(count * layers for count, layers in zip(found, self.sizes.layers, strict=True))
+        """Return the counts of the step for its result, from the host copy of `missed`."""
+        layers, chosen, stored = self.sizes.layers, self.chosen, self.stored
+        found = [0] * len(layers) if missed is None else missed.tolist()
+        if len(found) > len(layers):
+            *found, of_each, completed = found
+            chosen, stored = of_each * len(layers), sum(layers) * completed * self.sizes.row_bytes
+        loads = sum(count * readers for count, readers in zip(found, layers, strict=True))
         loaded = self.staged + loads * self.sizes.row_bytes
-        return SwapCounts(self.chosen, self.chosen - sum(found), loaded, self.stored, int(loaded > 0))
+        return SwapCounts(chosen, chosen - sum(found), loaded, stored, int(loaded > 0))
 
 
 def parse_hisparse_config(asked: str | None) -> HiSparseConfig | None:
-    """Parse a JSON object or the name of a file with one; "on" selects the defaults. None and "off"
-    return None. Raises ConfigError.
+    """Parse a JSON object or the name of a file with one; "on" selects the defaults, "auto" is an
+    object with the key `auto`. None and "off" return None. Raises ConfigError.
 
-    `device_buffer_size` and `host_to_device_ratio` take effect. `top_k` belongs to the model and is
-    only compared with the size; `swap_in_block_size`, a thread count, belongs to the kernel launch.
-    These two and all other keys are `unused`.
+    `device_buffer_size`, `host_to_device_ratio` and `prompt_buffer_size` take effect, with a true
+    `auto` also `request_tokens` and `hit_rate`. `top_k`
+    belongs to the model and is only compared with the size; `swap_in_block_size`, a thread count,
+    belongs to the kernel launch. These two and all other keys are `unused`.
     """
     if asked is None or asked.strip() == "off":
         return None
-    given = {} if asked.strip() == "on" else _object(asked)
+    words: dict[str, dict[str, Any]] = {"on": {}, "auto": {"auto": True}}
+    given = words.get(asked.strip()) or ({} if asked.strip() in words else _object(asked))
     size, ratio = given.pop("device_buffer_size", None), given.pop("host_to_device_ratio", 2)
     if size is not None:
         size = _count(size, "device_buffer_size")
@@ -131,7 +153,25 @@ def parse_hisparse_config(asked: str | None) -> HiSparseConfig | None:
     _count(given.get("swap_in_block_size", 1), "swap_in_block_size", MOST_THREADS)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
         raise _error("host_to_device_ratio", ratio, "a number of at least 1")
-    return HiSparseConfig(size, float(ratio), MappingProxyType(given))
+    held = given.pop("prompt_buffer_size", None)
+    if held is not None:
+        held = _count(held, "prompt_buffer_size", least=0)
+    return HiSparseConfig(size, float(ratio), held, **_auto(given), unused=MappingProxyType(given))
+
+
+def _auto(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the keys of auto out of `given` and return them as fields."""
+    is_auto = given.pop("auto", False)
+    if not isinstance(is_auto, bool):
+        raise _error("auto", is_auto, "true or false")
+    if not is_auto:
+        return {}
+    tokens, rate = given.pop("request_tokens", None), given.pop("hit_rate", None)
+    if tokens is not None:
+        tokens = _count(tokens, "request_tokens")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1):
+        raise _error("hit_rate", rate, "a number from 0 to 1")
+    return {"is_auto": True, "request_tokens": tokens, "hit_rate": rate}
 
 
 def _object(asked: str) -> dict[str, Any]:
@@ -151,11 +191,10 @@ def _object(asked: str) -> dict[str, Any]:
     return found
 
 
-def _count(value: object, name: str, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
-        raise _error(
-            name, value, "a whole number of at least 1" if most is None else f"a whole number from 1 to {most}"
-        )
+def _count(value: object, name: str, most: int | None = None, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise _error(name, value, f"a whole number {wanted}")
     return value
 
 

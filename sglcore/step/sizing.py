@@ -11,6 +11,7 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import most_window_pages
+from sglcore.step.hisparse_config import HiSparseConfig
 
 GIB = 1 << 30
 
@@ -93,6 +94,8 @@ class MemorySizes:
     other layers."""
     geometry: Geometry = field(default=Geometry(0), compare=False)
     """Bytes of what was sized."""
+    hisparse: HiSparseConfig | None = field(default=None, compare=False)
+    """The setting of HiSparse that was sized. None: all KV entries are on the device."""
 
     @property
     def num_bytes(self) -> KeptBytes:

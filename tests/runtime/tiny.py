@@ -72,6 +72,11 @@ class TinyModel:
             hidden = hidden + layer(*self._split(hidden @ qkv)) @ out
         return hidden
 
+    def with_norm_inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Hidden states, twice: there is no last norm."""
+        hidden = self(batch)
+        return hidden, hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, VOCAB]."""
         return hidden @ self.head

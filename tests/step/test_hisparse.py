@@ -44,13 +44,15 @@ def test_a_file_says_the_same_as_its_text(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("nowhere.json", "cannot be read"),
         ("[]", r"hisparse is \[\]"),
-        ('"on"', 'hisparse is "on"; wanted on, a JSON object'),
+        ('"on"', 'hisparse is "on"; wanted on, auto, a JSON object'),
         ('{"device_buffer_size": 7, "top_k": 8}', "device_buffer_size of hisparse is 7; wanted at least 8: top_k is 8"),
         ('{"device_buffer_size": 0}', "device_buffer_size of hisparse is 0"),
         ('{"device_buffer_size": true}', "device_buffer_size of hisparse is true"),
         ('{"device_buffer_size": 2.5}', "device_buffer_size of hisparse is 2.5"),
         ('{"top_k": 0}', "top_k of hisparse is 0"),
         ('{"top_k": "8"}', 'top_k of hisparse is "8"'),
+        ('{"prompt_buffer_size": -1}', "prompt_buffer_size of hisparse is -1; wanted a whole number of at least 0"),
+        ('{"prompt_buffer_size": false}', "prompt_buffer_size of hisparse is false"),
         ('{"swap_in_block_size": 0}', "swap_in_block_size of hisparse is 0; wanted a whole number from 1 to 1024"),
         ('{"swap_in_block_size": 1025}', "swap_in_block_size of hisparse is 1025"),
         ('{"swap_in_block_size": true}', "swap_in_block_size of hisparse is true"),
@@ -63,6 +65,12 @@ def test_a_file_says_the_same_as_its_text(tmp_path: Path) -> None:
 def test_what_can_not_be_is_named_with_what_was_wanted(asked: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_hisparse_config(asked)
+
+
+def test_the_room_of_a_prompt_is_as_long_as_is_asked_and_at_most_a_whole_request() -> None:
+    for asked, tokens in (("on", 160), ('{"prompt_buffer_size": 0}', 0), ('{"prompt_buffer_size": 48}', 48)):
+        found = parse_hisparse_config(asked)
+        assert found is not None and found.held_tokens(160) == tokens and found.held_tokens(32) == min(tokens, 32)
 
 
 def test_fewer_rows_than_a_token_of_the_model_reads_are_refused() -> None:

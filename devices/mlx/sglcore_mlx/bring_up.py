@@ -89,9 +89,12 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
                 f"{name} is {value!r}, but this device keeps weights and KV entries as the checkpoint has them",
                 remedy=f"leave --{name.replace('_', '-')} out, or use a checkpoint that is quantised",
             )
-    if parse_hisparse_config(config.hisparse) is not None:
+    asked, shared = parse_hisparse_config(config.hisparse), "host and accelerator share one memory"
+    if asked is not None and asked.is_auto:
+        ledger.record(Row("hisparse choice", "auto", "off", f"{shared}: nothing can be offloaded", "--hisparse off"))
+    elif asked is not None:
         raise ConfigError(
-            "hisparse is requested, but host and accelerator share one memory: nothing can be offloaded",
+            f"hisparse is requested, but {shared}: nothing can be offloaded",
             remedy="leave --hisparse out",
         )
     what = ", ".join(sorted({origin.partition(":")[0].partition(".")[0] for origin in table.origin.values()}))

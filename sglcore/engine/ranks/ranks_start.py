@@ -104,15 +104,10 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
 
 
 def _check_shards(config: EngineConfig) -> None:
-    """Raise ConfigError if `dp` is above 1 together with hisparse, or with a kind of speculation
-    that data-parallel shards cannot run."""
+    """Raise ConfigError if `dp` is above 1 together with a kind of speculation that data-parallel
+    shards cannot run."""
     if config.dp == 1:
         return
-    if config.hisparse not in (None, "off"):
-        raise ConfigError(
-            f"dp is {config.dp} and hisparse is {config.hisparse!r}, which do not go together yet",
-            remedy="leave --hisparse or --dp out",
-        )
     if reason := resolve(REASON)(config.speculative or "", config.draft_width > 1):
         raise ConfigError(
             f"dp is {config.dp} and speculative is {config.speculative!r}: {reason}",

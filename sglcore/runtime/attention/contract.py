@@ -146,8 +146,14 @@ class RowsOnHost(Protocol):
         """Return the plan of any decode step of `num_tokens` tokens."""
         ...
 
-    def count(self, batch: ScheduleBatch) -> StepSwaps[Tensor]:
-        """Return the swap statistics of the step that was just queued. Does not wait."""
+    def second(self) -> RowsOnHost:
+        """Return what plans second micro-batches over the same rows."""
+        ...
+
+    def count(self, batch: ScheduleBatch, width: int | None = None) -> StepSwaps[Tensor]:
+        """Return the swap statistics of the step that was just queued, with `width` rows per
+        request if it verified draft tokens. Does not wait.
+        """
         ...
 
 

@@ -17,6 +17,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.kv_rows import RowPool, swapped_rows
 from sglcore.runtime.memory.make_pools import Pools
+from sglcore.runtime.speculative.speculation_choice import Speculation, verified_rows
 from sglcore.step.hisparse_config import HiSparseConfig, parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_text
 
@@ -36,7 +37,7 @@ def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attenti
     `asked` is the value of `--hisparse`; `architecture` is named in the error.
     """
     hisparse = parse_hisparse_config(asked)
-    if hisparse is None:
+    if hisparse is None or hisparse.is_auto:
         return
     swapped = [layer for layer in layers if swapped_rows(layer.rows) is not None]
     for layer in swapped:
@@ -52,20 +53,12 @@ def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attenti
 def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) -> HiSparseConfig | None:
     """Return the parsed setting before anything is loaded; None without HiSparse.
 
-    Raises ConfigError if the device cannot serve it, or if speculative decoding is requested too.
+    Raises ConfigError if the device cannot serve it, unless auto is requested.
     """
     asked = parse_hisparse_config(config.hisparse)
-    if asked is None:
-        return None
+    if asked is None or asked.is_auto:
+        return asked
     remedy = "leave --hisparse out"
-    if config.speculative not in (None, "off", "auto") or config.draft_model is not None:
-        raise ConfigError(
-            "hisparse and speculative decoding are both requested, and a step that verifies draft tokens reads "
-            "the rows of several"
-            " tokens of a request",
-            wanted="one of them",
-            remedy=f"--speculative off, or {remedy}",
-        )
     if facts.shares_host_memory:
         return asked
     if not facts.reaches_pinned_memory:
@@ -85,6 +78,18 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
     return asked
 
 
+def reason_against_auto(facts: Facts, kernels: KernelTable) -> str:
+    """Return why auto keeps all KV entries on this device, whatever is predicted; empty if it may
+    not.
+    """
+    if facts.shares_host_memory:
+        return "host and device share memory, so there would be no more pages"
+    missing = [name for name in REACHING if name not in kernels.replaced]
+    if not facts.reaches_pinned_memory or missing:
+        return f"kernels on {facts.tensor_device} do not reach host memory"
+    return ""
+
+
 def beside_buffers(
     hisparse: HiSparseConfig | None, shape: SwapShape | None, facts: Facts, kept: Geometry, budget: MemoryBudget
 ) -> tuple[Geometry, MemoryBudget]:
@@ -102,27 +107,27 @@ def beside_buffers(
 
 def hisparse(
     config: EngineConfig,
-    hisparse_config: HiSparseConfig | None,
     facts: Facts,
     model: LoadedModel,
     pools: Pools,
     sizes: MemorySizes,
     kernels: KernelTable,
     ledger: DecisionLedger,
+    speculation: Speculation | None = None,
 ) -> HiSparseCoordinator | None:
-    """Allocate the device buffers and return the coordinator of KV rows in host memory; record it
-    in the ledger. None if all rows are on the device.
-    """
-    table, rows = pools.req_to_token, pools.token_to_kv
-    shape = swap_shape(hisparse_config, model.attention_layers, sizes.max_model_len, sizes.page_size, facts.has_streams)
-    if hisparse_config is None or shape is None:
+    """Return the coordinator of KV rows in host memory; None if all rows are on the device."""
+    table, rows, most = pools.req_to_token, pools.token_to_kv, verified_rows(model, speculation)
+    given = sizes.max_model_len, sizes.page_size, facts.has_streams, max(1, most)
+    setting = sizes.hisparse
+    shape = swap_shape(setting, model.attention_layers, *given)
+    if setting is None or shape is None:
         return None
     assert isinstance(rows, RowPool)
     host = size_text(sizes.num_pages * sizes.geometry.host_page)
     what = f"{shape.buffer_rows} rows of each request and layer on the device, {host} in host memory"
     why = f"{len(shape.names)} layers read {shape.top_k} rows for each token"
-    if hisparse_config.unused:
-        why += f"; {', '.join(hisparse_config.unused)} have no effect here"
+    if setting.unused:
+        why += f"; {', '.join(setting.unused)} have no effect here"
     if facts.shares_host_memory:
         why += "; host and device share memory, so there are no more pages than without"
     ledger.record(Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))

@@ -1,21 +1,26 @@
 """Brings KV rows from host memory to attention on the device.
 
-A decode step swaps in the rows that it chose; a prefill step gathers all rows of its requests. The
-pool has all rows, by pages, so that prefix hits, preemption and aborts work on pages only. Each
-request slot caches the rows that it used last; the cached rows of an earlier request are invalid.
+A decode step swaps in the rows that it chose; a prefill step gathers the rows of its requests that
+are not on the device yet. The pool has all rows, by pages, so that prefix hits, preemption and
+aborts work on pages only. Each request slot caches the rows that it used last; the cached rows of
+an earlier request are invalid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.sparse.host_rows import ALL, HostRows
-from sglcore.runtime.hisparse.hisparse_staging import Copies, StagingRooms, plan_parts
+from sglcore.runtime.attention.sparse.token_queries import TokenRows
+from sglcore.runtime.hisparse.hisparse_caches import SlotCaches
+from sglcore.runtime.hisparse.hisparse_loads import Loads, LoadStream, without_newest
+from sglcore.runtime.hisparse.hisparse_staging import Staged, StagingRooms, decode_rows, plan_parts
+from sglcore.step.held_prompt import HeldPrompt
 from sglcore.step.hisparse_config import StepSwaps
 
 if TYPE_CHECKING:
@@ -32,22 +37,35 @@ class Swapped:
     """The `HostRows` of a decode step.
 
     `table` int32 [1, P] and `owners` int32 [T], all 0, name rows by their positions in the text.
-    `copies` are the rows that the last choice needs from the host.
+    `loads` are the rows that the last choice needs from the host. `passes` is that of
+    `SlotCaches.begin`; None: every row is of another request. `is_second`: it is of the second
+    micro-batch of a step.
     """
 
     table: Tensor
     owners: Tensor
     hisparse: HiSparseCoordinator
-    copies: Copies | None = None
+    loads: Loads | None = None
+    passes: Tensor | None = None
+    is_second: bool = False
 
-    def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """Return int32 [T, K]: the entries `chosen` by an indexer, as rows of the tensor of `read`;
-        -1, for none, stays -1.
+    def before_store(self, layer_id: int) -> None:
+        """Implements `HostRows.before_store`."""
+        if self.loads is not None:
+            self.hisparse.before_store(layer_id, self.loads)
 
-        `slots` int32 [T] has the request slot of each token. Call once per layer with an indexer
-        and step, before `read`. Runs inside graphs.
+    def choose(self, layer_id: int, chosen: Tensor, tokens: TokenRows, places: Tensor | None) -> Tensor:
+        """Return int32 [T, K]: the entries that an indexer chose, as rows of the tensor of `read`,
+        and start the copies of those that the device does not have. Call once per layer and step,
+        after the step's rows of this layer are stored. Runs inside graphs.
         """
-        rows, self.copies = self.hisparse.swap_in(layer_id, chosen, slots)
+        if self.hisparse.has_passes:
+            if self.hisparse.caches.is_first(layer_id):
+                self.passes = self.hisparse.caches.begin(tokens, self.is_second)
+            assert self.passes is not None
+            rows, self.loads = self.hisparse.swap_in_passes(layer_id, chosen, self.passes, self.is_second)
+        else:
+            rows, self.loads = self.hisparse.swap_in(layer_id, chosen, tokens.slots, places, self.is_second)
         return rows
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
@@ -56,8 +74,47 @@ class Swapped:
 
         Call once per layer and step, after the step's rows are stored. Runs inside graphs.
         """
-        assert self.copies is not None
-        yield ALL, self.hisparse.load(layer_id, self.copies)
+        assert self.loads is not None
+        yield ALL, self.hisparse.load(layer_id, self.loads)
+
+
+@dataclass(slots=True)
+class Mixed:
+    """The `HostRows` of a step with decode rows, the first `count` requests, before prompt chunks:
+    those choose and read as in `swapped`, these as in `staged`, which names the rows of both.
+    """
+
+    count: int
+    swapped: Swapped
+    staged: Staged
+
+    @property
+    def table(self) -> Tensor:
+        """int32 [B, P]: positions in the text for decode rows, pages of a room for the others."""
+        return self.staged.table
+
+    @property
+    def owners(self) -> Tensor:
+        """int32 [T]: each token's row of `table`."""
+        return self.staged.owners
+
+    def before_store(self, layer_id: int) -> None:
+        """Implements `HostRows.before_store`."""
+        self.swapped.before_store(layer_id)
+
+    def choose(self, layer_id: int, chosen: Tensor, tokens: TokenRows, places: Tensor | None) -> Tensor:
+        """Implements `HostRows.choose`: swaps in what the decode rows chose."""
+        count = self.count
+        places = None if places is None else places[:count]
+        first = TokenRows(tokens.slots[:count], tokens.lens[:count], tokens.most)
+        rows = self.swapped.choose(layer_id, chosen[:count], first, places)
+        return torch.cat((rows, chosen[count:]))
+
+    def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
+        """Implements `HostRows.read`: the decode rows first."""
+        for _, buffer in self.swapped.read(layer_id):
+            yield slice(0, self.count), buffer
+        yield from self.staged.read(layer_id)
 
 
 class HiSparseCoordinator:
@@ -72,83 +129,134 @@ class HiSparseCoordinator:
         token_to_kv_pool: RowPool,
         kernels: KernelTable,
     ) -> None:
-        """Allocates the buffers of the shape for every slot of the page table.
-
-        `missed` int32 [indexers, slots]: rows that each token of the last decode step needed from
-        the host.
-        """
-        self.shape, self.req_to_token_pool, self.kernels = shape, req_to_token_pool, kernels
+        """Allocates the buffers of the shape for every slot of the page table."""
+        self.shape, self.req_to_token_pool = shape, req_to_token_pool
         slots, device = len(req_to_token_pool.page_table), req_to_token_pool.page_table.device
         self._stores = {layer_id: token_to_kv_pool.rows(layer_id, name) for layer_id, name in shape.names.items()}
-        self._groups = {layer_id: group for group, layer_id in enumerate(shape.indexers)}
-
-        def table(size: int) -> Tensor:
-            return torch.full((len(shape.indexers), slots, size), -1, dtype=torch.int32, device=device)
-
-        self._held, self._order, self._where = map(table, shape.table_sizes)
-        self.missed, self._sizes = table(1).squeeze(2).zero_(), shape.sizes
-        self._order.copy_(torch.arange(shape.buffer_rows, dtype=torch.int32, device=device))
+        # Of their own each: copies of decode steps do not wait for those of a prompt beside them.
+        of_decode, of_prompts = (torch.Stream(device) if shape.rooms > 1 else None for _ in range(2))
+        self.caches, self._sizes = SlotCaches(shape, req_to_token_pool, kernels), shape.sizes
         width, dtype = shape.kept.row.shape[1], shape.kept.row.dtype
         self._buffers = {
             layer_id: torch.zeros(slots * shape.buffer_rows, width, dtype=dtype, device=device)
             for layer_id in shape.names
         }
-        self._rooms = StagingRooms(self._stores, shape.room_rows, device, kernels.copy_rows, shape.rooms > 1)
+        self._loads = LoadStream(self._stores, self._buffers, shape.readers, kernels.copy_rows, of_decode)
+        sizes = shape.room_rows, device, kernels.copy_rows, of_prompts, shape.held_rows
+        self._rooms = StagingRooms(self._stores, *sizes)
+        self.held_prompt, self._staged_rows = HeldPrompt(shape.held_pages * shape.page_size), 0
+        self._decodes = 0
         self._places = torch.arange(shape.pages, dtype=torch.int32, device=device).unsqueeze(0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated on the device for slots and staging rooms."""
-        tables = self._held, self._order, self._where, self.missed
-        return sum(each.nbytes for each in (*tables, *self._buffers.values())) + self._rooms.num_bytes
+        buffers = sum(each.nbytes for each in self._buffers.values())
+        return self.caches.num_bytes + buffers + self._rooms.num_bytes
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether decode steps may have several rows of a request."""
+        return self.shape.most > 1
 
     def plan(self, batch: ForwardBatch) -> HostRows:
         """Implements `RowsOnHost.plan`; starts the first copies of a prefill."""
-        if batch.extend_seq_lens is None:
+        if batch.extend_seq_lens is None or not batch.num_tokens:
             return self.capture_plan(batch.num_tokens)
-        staged = plan_parts(batch, self.req_to_token_pool, self.shape.rows_per_page, self._rooms)
+        where, decodes = (self.req_to_token_pool, self.shape.rows_per_page), decode_rows(batch)
+        staged = plan_parts(batch, *where, self._rooms, self.held_prompt.now, decodes)
+        self._staged_rows, self._decodes = staged.num_rows, decodes
         self._rooms.begin(staged)
-        return staged
+        return Mixed(decodes, self.capture_plan(decodes), staged) if decodes else staged
 
     def capture_plan(self, num_tokens: int) -> Swapped:
         """Return the plan of any decode step of `num_tokens` tokens."""
         owners = torch.zeros(num_tokens, dtype=torch.int32, device=self._places.device)
         return Swapped(self._places, owners, self)
 
-    def swap_in(self, layer_id: int, chosen: Tensor, slots: Tensor) -> tuple[Tensor, Copies]:
-        """Return the device rows int32 [T, K] of the entries `chosen` int32 [T, K] of the request
-        slots `slots` int32 [T] (-1: none), and the copies of missing ones, which `load` makes.
+    def swap_in(
+        self, layer_id: int, chosen: Tensor, slots: Tensor, places: Tensor | None, is_second: bool = False
+    ) -> tuple[Tensor, Loads]:
+        """Return device rows int32 [T, K] of the chosen entries, and the loads of missing ones,
+        which are started.
 
-        The copies hold for this layer and the layers after it without an indexer. Does not wait.
+        The loads hold for this layer and the layers after it without an indexer. `slots` int32 [T];
+        `places` int [T] are the rows in the host's pool that the step stores, None if it stores
+        other ones.
         """
-        group, rows = self._groups[layer_id], torch.empty_like(chosen)
-        copies = Copies(chosen.new_empty(2, *chosen.shape), self.missed[group, : len(slots)])
-        state = self._held[group], self._order[group], self._where[group]
-        where = self.req_to_token_pool.page_table, self.shape.rows_per_page
-        self.kernels.swap_in(chosen, slots, *where, *state, rows, copies.loads, copies.counts)
-        return rows, copies
+        rows, copies = self.caches.swap_in(layer_id, chosen, slots, is_second)
+        is_ahead = places is not None and self._loads.runs_ahead(layer_id)
+        loads = without_newest(copies[0], places) if places is not None and is_ahead else Loads(copies)
+        self._loads.start(layer_id, loads)
+        return rows, loads
 
-    def load(self, layer_id: int, copies: Copies) -> Tensor:
-        """Copy the missing rows of a layer to the device and return its buffer, [slots * rows per
-        slot, size], of all slots.
+    def swap_in_passes(
+        self, layer_id: int, chosen: Tensor, passes: Tensor, is_second: bool = False
+    ) -> tuple[Tensor, Loads]:
+        """Do the same for a step with several rows per request; `passes` is that of
+        `SlotCaches.begin`. Nothing is copied ahead, because a row may choose what another stores.
         """
-        buffer = self._buffers[layer_id]
-        self.kernels.copy_rows(self._stores[layer_id], buffer, copies.loads, copies.counts)
-        return buffer
+        rows, copies = self.caches.swap_in_passes(layer_id, chosen, passes, is_second)
+        loads = Loads(copies)
+        self._loads.start(layer_id, loads)
+        return rows, loads
 
-    def count(self, batch: ScheduleBatch) -> StepSwaps[Tensor]:
-        """Return the swap statistics of the step that was just queued.
+    def before_store(self, layer_id: int, loads: Loads) -> None:
+        """Order what the layer stores next after the copies that `loads` began for it."""
+        self._loads.before_store(layer_id, loads)
+
+    def load(self, layer_id: int, loads: Loads) -> Tensor:
+        """Return the buffer of a layer, [slots * rows per slot, size] of all slots, with the rows
+        that `swap_in` found missing. Call after the step's rows of the layer are stored; the host
+        does not wait.
+        """
+        return self._loads.finish(layer_id, loads)
+
+    def second(self) -> SecondHalf:
+        """Return what plans the second micro-batches of decode steps."""
+        return SecondHalf(self)
+
+    def count(self, batch: ScheduleBatch, width: int | None = None) -> StepSwaps[Tensor]:
+        """Return the swap statistics of the step that was just queued, with `width` rows per
+        request if it verified draft tokens.
 
         Once per step; does not wait.
         """
-        if not batch.forward_mode.is_decode:
-            return StepSwaps.of(self._sizes, batch, None)
-        missed = self.missed[:, : batch.batch_size].sum(1, dtype=torch.int32)
-        return StepSwaps.of(self._sizes, batch, missed)
+        if width is not None:
+            return StepSwaps(self._sizes, 0, 0, 0, self.caches.take_counts())
+        is_decode = batch.forward_mode.is_decode
+        rows, staged = (batch.batch_size, 0) if is_decode else (self._decodes, self._staged_rows)
+        missed = self.caches.take_counts()[: len(self.shape.indexers)] if rows else None
+        return StepSwaps.of(self._sizes, batch, staged, rows, missed)
 
     def enter(self, slots: Tensor) -> None:
         """Invalidate the cached rows of slots int32 [N], which now belong to new requests.
 
         Does not wait.
         """
-        self._held[:, slots] = -1
+        self.caches.enter(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondHalf:
+    """The `RowsOnHost` of the second micro-batches of decode steps. Prompts are never split."""
+
+    whole: HiSparseCoordinator
+
+    def plan(self, batch: ForwardBatch) -> Swapped:
+        """Implements `RowsOnHost.plan`. Raises ValueError for a prefill."""
+        if batch.extend_seq_lens is not None and batch.num_tokens:
+            raise ValueError("found a prefill in the second of two micro-batches; wanted prompts whole")
+        return self.capture_plan(batch.num_tokens)
+
+    def capture_plan(self, num_tokens: int) -> Swapped:
+        """Implements `RowsOnHost.capture_plan`."""
+        return replace(self.whole.capture_plan(num_tokens), is_second=True)
+
+    def count(self, batch: ScheduleBatch, width: int | None = None) -> StepSwaps[Tensor]:
+        """Implements `RowsOnHost.count`, for the whole step."""
+        return self.whole.count(batch, width)
+
+    def second(self) -> SecondHalf:
+        """Return itself."""
+        return self

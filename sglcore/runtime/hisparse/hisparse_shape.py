@@ -5,7 +5,6 @@ counts it, and the HiSparse coordinator allocates it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +18,11 @@ if TYPE_CHECKING:
 
 INT32 = 4
 """Bytes of an element of the tables."""
+HALVES = 2
+"""A step may run as two micro-batches, which count for themselves."""
+COUNTED = 2
+"""Numbers of a row that verifies a draft token, besides the entries that its indexers miss: entries
+that each indexer chose for it, and entries that it completes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,10 @@ class SwapShape:
     """Maximum pages of a request."""
     rooms: int
     """Number of staging rooms, for all requests together."""
+    held_pages: int = 0
+    """Most pages of a prompt whose rows stay on the device from chunk to chunk; 0: none does."""
+    most: int = 1
+    """Most rows of a request in a decode step: more than one if it verifies draft tokens."""
 
     @property
     def rows_per_page(self) -> int:
@@ -61,9 +69,20 @@ class SwapShape:
         return self.entries + self.rows_per_page
 
     @property
+    def held_rows(self) -> int:
+        """Rows of a layer's room for the held prompt, after one reserved page; 0: none."""
+        return (self.held_pages + 1) * self.rows_per_page if self.held_pages else 0
+
+    @property
     def table_sizes(self) -> tuple[int, int, int]:
         """int32 elements per slot and indexer: held entries, order of places, entry places."""
         return self.buffer_rows, self.buffer_rows, self.entries + 1
+
+    @property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """For each indexer, the layers that read its choice, itself first."""
+        last = {layer: self.indexers[bisect_right(self.indexers, layer) - 1] for layer in sorted(self.names)}
+        return {indexer: tuple(each for each in last if last[each] == indexer) for indexer in self.indexers}
 
     @property
     def sizes(self) -> SwapSizes:
@@ -71,26 +90,33 @@ class SwapShape:
 
         A layer reads the choice of the last indexer before it, or its own.
         """
-        readers = Counter(bisect_right(self.indexers, layer) - 1 for layer in self.names)
-        layers = tuple(readers[group] for group in range(len(self.indexers)))
+        layers = tuple(len(layers) for layers in self.readers.values())
         return SwapSizes(self.kept.row.nbytes, self.kept.ratio, self.top_k, self.page_size, layers)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a request of any length: buffers, tables, and a miss counter."""
         buffers = len(self.names) * self.buffer_rows * self.kept.row.nbytes
-        return buffers + len(self.indexers) * (sum(self.table_sizes) + 1) * INT32
+        counts = HALVES * self.most * (len(self.indexers) + (COUNTED if self.most > 1 else 0))
+        return buffers + (len(self.indexers) * sum(self.table_sizes) + counts) * INT32
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of all staging rooms."""
-        return self.rooms * self.room_rows * self.kept.row.nbytes
+        """Bytes of all staging rooms, and of the rooms of the held prompt."""
+        rows = self.rooms * self.room_rows + len(self.names) * self.held_rows
+        return rows * self.kept.row.nbytes
 
 
 def swap_shape(
-    hisparse: HiSparseConfig | None, layers: Sequence[Attention], longest: int, page_size: int, has_streams: bool
+    hisparse: HiSparseConfig | None,
+    layers: Sequence[Attention],
+    longest: int,
+    page_size: int,
+    has_streams: bool,
+    most: int = 1,
 ) -> SwapShape | None:
-    """Return the shape for requests of at most `longest` tokens.
+    """Return the shape for requests of at most `longest` tokens, with at most `most` rows of a
+    request in a decode step.
 
     None without HiSparse, or if no layer has rows in host memory. With streams, one room is filled
     while another is read. Raises ConfigError for a buffer smaller than what a token reads.
@@ -105,8 +131,10 @@ def swap_shape(
         indexers=tuple(layer.layer_id for layer in swapped if INDEX_KEYS in layer.rows),
         kept=kept,
         top_k=top_k,
-        buffer_rows=hisparse.buffer_rows(top_k),
+        buffer_rows=hisparse.buffer_rows(top_k, most),
         page_size=page_size,
         pages=pages_of(longest, page_size),
         rooms=1 + has_streams,
+        held_pages=-(-hisparse.held_tokens(longest) // page_size),
+        most=most,
     )

@@ -10,7 +10,8 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.sparse.token_queries import score_bytes
-from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers
+from sglcore.runtime.hisparse.hisparse_auto import chosen_hisparse, measure_with, shapes_with
+from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers, reason_against_auto
 from sglcore.runtime.hisparse.hisparse_shape import swap_shape
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, rows_row
@@ -25,7 +26,7 @@ from sglcore.runtime.memory.pools import (
 )
 from sglcore.runtime.memory.states import StatePool, taken_bytes
 from sglcore.runtime.speculative.speculation_bring_up import beside_laws
-from sglcore.runtime.speculative.speculation_choice import Speculation, most_drafts
+from sglcore.runtime.speculative.speculation_choice import Speculation, most_drafts, verified_rows
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.hisparse_config import HiSparseConfig
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
@@ -49,11 +50,54 @@ def sizes(
     from the free memory and the bytes that the layers keep; record them in the ledger.
 
     All ranks have the same sizes: those of the rank with the least memory, so with `groups` it
-    waits for the other ranks. Raises ConfigError for a KV dtype or page size that does not fit the
-    model, or if memory does not suffice.
+    waits for the other ranks. With `--hisparse auto` also chooses whether KV entries go to host
+    memory, which measures and waits. Raises ConfigError for a KV dtype or page size that does not
+    fit the model, or if memory does not suffice.
     """
     if groups is not None:
         device_memory = least_of_ranks(facts, device_memory, groups)
+    given = config, facts, model, device_memory
+    if hisparse_config is not None and hisparse_config.is_auto:
+        hisparse_config = _chosen(*given, ledger, pool_kind, speculation, hisparse_config, groups)
+    made = _sized(*given, ledger, pool_kind, speculation, hisparse_config)
+    return made if hisparse_config is None else replace(made, hisparse=hisparse_config)
+
+
+def _chosen(
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    device_memory: MemoryBudget,
+    ledger: DecisionLedger,
+    pool_kind: PoolKind,
+    speculation: Speculation | None,
+    asked: HiSparseConfig,
+    groups: Groups | None,
+) -> HiSparseConfig | None:
+    """Return what `--hisparse auto` chooses."""
+    layers, longest = model.attention_layers, config.max_model_len or model.config.context_length
+    page_size = fitting_page_size(layers, config.page_size, facts.page_size)
+    most = max(1, verified_rows(model, speculation))
+
+    def sized(setting: HiSparseConfig | None) -> MemorySizes:
+        return _sized(config, facts, model, device_memory, DecisionLedger(), pool_kind, speculation, setting)
+
+    shape_of = shapes_with(layers, longest, page_size, facts.has_streams, most)
+    measure, reason = measure_with(model, facts, groups), reason_against_auto(facts, model.kernels)
+    return chosen_hisparse(asked, reason, config, model, shape_of, sized, measure, ledger)
+
+
+def _sized(
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    device_memory: MemoryBudget,
+    ledger: DecisionLedger,
+    pool_kind: PoolKind,
+    speculation: Speculation | None,
+    hisparse_config: HiSparseConfig | None,
+) -> MemorySizes:
+    """Return the sizes with this setting of HiSparse; None: all KV entries are on the device."""
     has_rows = any(layer.rows for layer in model.attention_layers)
     _check_cells(config, model, pool_kind, has_rows)
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
@@ -73,7 +117,10 @@ def sizes(
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
     if model.state_layers and speculation is not None:
         kept = beside_taken(model, speculation, kept, ledger)
-    swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams)
+    most = max(1, verified_rows(model, speculation))
+    if hisparse_config is None:
+        kept = replace(kept, page=kept.page + kept.host_page, host_page=0)
+    swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams, most)
     kept, device_memory = beside_buffers(hisparse_config, swapped, facts, kept, device_memory)
     if has_rows:
         ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
@@ -109,11 +156,6 @@ def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, l
     why = "inputs of states for draft tokens; the accepted ones are applied again"
     ledger.record(Row("verified rows", "auto", f"{size_text(each)} per request", why, "--speculative off"))
     return replace(kept, ring=kept.ring + each)
-
-
-def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
-    """Return the maximum rows of a request in a verification; 0 without speculation."""
-    return 0 if speculation is None else speculation.shape_of(model).most
 
 
 def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:

@@ -49,7 +49,7 @@ def cut_terms(
             ledger.record(Row(TOPIC, asked, "off", "it was not requested", "--two-batch-overlap on or auto"))
         return None
     theta, where = _theta(model, pools, attention)
-    reason = _reason_against(asked, hisparse, groups) or _reason_of_shards(model, theta, pools, groups)
+    reason = _reason_against(asked, groups) or _reason_of_shards(model, theta, pools, groups)
     if reason:
         ledger.record(Row(TOPIC, asked, "off", reason, "--two-batch-overlap off", downgrade=asked == "on"))
         return None
@@ -61,6 +61,8 @@ def cut_terms(
         )
     if terms is not None:
         terms = replace(terms, theta=theta, align=_align(theta, groups))
+        if hisparse is not None:
+            terms, where = replace(terms, least=NEVER), "the rows of prompts come from host memory by turns"
         why = f"{why}; {_told(terms)}; {where}"
     effective = "off" if terms is None else "on"
     other = "on" if terms is None else "off"
@@ -68,10 +70,8 @@ def cut_terms(
     return terms
 
 
-def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Groups | None) -> str:
+def _reason_against(asked: str, groups: Groups | None) -> str:
     """Return why no batch may be split; empty if some may."""
-    if hisparse is not None:
-        return "rows lie in host memory, and both micro-batches would load theirs to the same slots of the device"
     if asked == "auto" and groups is None:
         return "a single rank waits for no other"
     return ""
@@ -163,4 +163,6 @@ def halves(
     """
     if cut_terms is None or second_attention is None:
         return None
+    if second_attention.hisparse is not None:
+        second_attention.hisparse = second_attention.hisparse.second()
     return Halves((attention, second_attention), cut_terms)

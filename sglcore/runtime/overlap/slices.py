@@ -225,8 +225,9 @@ class SliceSteps:
         if states is not None:
             states.copy_out(arrived)
         tokens, scores = worker.sampling.run(prompt.host, prompt.staged, prompt.rows, hidden, prompt.inputs, arrived)
-        given = read_back(prompt.wanted, arrived, hidden, before)
-        output = StepOutput(prompt.rows, path, tokens, scores, hidden=given)
+        given, hisparse = read_back(prompt.wanted, arrived, hidden, before), worker.runner.attn_backend.hisparse
+        swaps = None if hisparse is None else hisparse.count(prompt.host)
+        output = StepOutput(prompt.rows, path, tokens, scores, hidden=given, swaps=swaps)
         return worker.issue(batch, prompt.staged, prompt.arrays, output)
 
     def _open(self, worker: TpModelWorker, batch: ScheduleBatch) -> None:

@@ -13,7 +13,6 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.overlap.parts import make_parts
@@ -100,7 +99,6 @@ def slice_ledger(
     model: LoadedModel,
     lane: Lane,
     speculation: Speculation | None = None,
-    hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> DecisionLedger | None:
     """Return the ledger for decisions on prefill slices; None if prompts run whole. Records in
@@ -113,7 +111,7 @@ def slice_ledger(
     budget = slice_budget(asked)
     if budget is None:
         return None
-    why, remedy = _why_whole(model, speculation, hisparse, groups)
+    why, remedy = _why_whole(model, speculation, groups)
     if why:
         ledger.record(whole_row(asked, budget, why, remedy))
         return None
@@ -122,19 +120,12 @@ def slice_ledger(
     return ledger.about("slices")
 
 
-def _why_whole(
-    model: LoadedModel,
-    speculation: Speculation | None,
-    hisparse: HiSparseCoordinator | None,
-    groups: Groups | None,
-) -> tuple[str, str]:
-    """Return why prompts cannot run in slices, and the remedy; two empty texts if they can."""
+def _why_whole(model: LoadedModel, speculation: Speculation | None, groups: Groups | None) -> tuple[str, str]:
+    """Return why prompts cannot run in slices, and the remedy; empty if they can."""
     if model.config.is_encoder or not model.sliced_layers:
         return f"the forward of {model.config.architecture} is not divided into layers", "--prompt-slices off"
     if speculation is not None:
         return "speculative decoding needs whole prompts", "--speculative off"
-    if hisparse is not None:
-        return "a prefill step loads all rows of its requests, which lie in host memory", "--hisparse off"
     if groups is not None and groups.place.topology.dp > 1:
         return "data-parallel shards run the same kind of step together", "--dp 1"
     return "", ""

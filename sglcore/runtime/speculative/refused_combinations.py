@@ -81,7 +81,7 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
         SHARDS: _of_kinds(SHARDS, "data-parallel shards (`--dp`)", trees="data-parallel shards agree only on chains"),
         HOST_ROWS: _refused(
             "rows in host memory (`--hisparse`)",
-            all="rows lie in host memory, and a step loads the rows of one token per request",
+            trees="rows in a format that cannot be masked by branch of a tree",
         ),
         NO_PREFIX_CACHE: _of_kinds(NO_PREFIX_CACHE, "no prefix cache"),
         OTHER_RULES: _refused("`--speculative-verify rejection` or `block`", trees="these accept only chains"),

@@ -25,7 +25,6 @@ from sglcore.runtime.memory.make_pools import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.memory.read_only import ReadOnlyPool
 from sglcore.runtime.model_runner import Extensions, Model, ModelRunner
-from sglcore.runtime.speculative.refused_combinations import ALL, HOST_ROWS, reason_against
 from sglcore.runtime.speculative.speculation_choice import (
     DRAFT_LOADER,
     TREE_MASK,
@@ -36,7 +35,6 @@ from sglcore.runtime.speculative.speculation_choice import (
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.step.hisparse_config import HiSparseConfig
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
 if TYPE_CHECKING:
@@ -52,7 +50,6 @@ def speculation(
     model_path: Path,
     kernels: KernelTable,
     model: LoadedModel,
-    hisparse_config: HiSparseConfig | None = None,
     groups: Groups | None = None,
     package: DevicePackage | None = None,
 ) -> Speculation | None:
@@ -62,9 +59,7 @@ def speculation(
     None: every decode step has one token per request. Raises as `choose_speculation` does.
     """
     why, remedy = "", ""
-    if hisparse_config is not None:
-        why, remedy = reason_against(HOST_ROWS, ALL), "--hisparse off"
-    elif groups is not None and config.speculative == "auto":
+    if groups is not None and config.speculative == "auto":
         # Each rank would time a trial by itself.
         why = "this model runs on several ranks, which do not measure whether speculation is faster"
         remedy = "--speculative with a kind, which is used without measuring"

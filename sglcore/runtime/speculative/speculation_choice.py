@@ -117,6 +117,11 @@ class Speculation:
         return model_steps(self.kind).shape(sizes, model)
 
 
+def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
+    """Return the maximum rows of a request in a verification; 0 without speculation."""
+    return 0 if speculation is None else speculation.shape_of(model).most
+
+
 def model_steps(kind: str) -> KindSteps:
     """Return the `KindSteps` of a kind of drafts with a model, a name in DRAFT_KINDS."""
     return resolve(DRAFT_KINDS[kind].steps)

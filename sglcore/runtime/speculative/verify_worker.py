@@ -127,8 +127,10 @@ class SpeculativeWorker(TpModelWorker):
         tokens, prompt = self.sampling.run(batch, staged, rows, hidden, inputs, arrays.arrived)
         self._advance_prompts(batch, staged, rows, hidden, arrays.arrived)
         given = read_back(wanted, arrays.arrived, self._states_of(hidden), before)
+        hisparse = self.runner.attn_backend.hisparse
+        swaps = None if hisparse is None else hisparse.count(batch)
         drafts = self._drafts(batch, staged.req_pool_indices)
-        output = StepOutput(rows, path, tokens, prompt, hidden=given, drafts=drafts)
+        output = StepOutput(rows, path, tokens, prompt, hidden=given, drafts=drafts, swaps=swaps)
         return self.issue(batch, staged, arrays, output)
 
     def _advance_prompts(
@@ -188,7 +190,10 @@ class SpeculativeWorker(TpModelWorker):
         found = self._decided(batch, staged, rows, hidden, logits, state, wide.plan)
         before = before if before is None or found.order is None else before.index_select(0, found.order)
         given = read_back(wanted, arrays.arrived, self._states_of(found.hidden), before)
-        output = StepOutput(found.plan, path, found.sampled, runs=(found.runs[0], found.runs[1]), hidden=given)
+        hisparse = self.runner.attn_backend.hisparse
+        swaps = None if hisparse is None else hisparse.count(batch, width)
+        runs = found.runs[0], found.runs[1]
+        output = StepOutput(found.plan, path, found.sampled, runs=runs, hidden=given, swaps=swaps)
         self.length.choose(batch.batch_size)
         is_same = self.length.tokens == planned
         self._times.begin(Started(batch.step, batch.batch_size, width - 1, begin, is_same))

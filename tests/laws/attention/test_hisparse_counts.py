@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from sglcore.device.swap_counts import SwapCounts
+from sglcore.runtime.hisparse.hisparse_caches import SlotCaches
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.hisparse.hisparse_shape import SwapShape
-from sglcore.step.hisparse_config import StepSwaps, SwapSizes
+from sglcore.step.hisparse_config import SwapSizes
 from tests.kernels.test_reference_hisparse import Cache
 from tests.laws.attention.test_hisparse_laws import Case
 from tests.laws.engine import TokenEngine, random_prompts
@@ -33,12 +34,12 @@ class Seen:
         self.steps = list[bool]()
         self._caches = dict[tuple[int, int], Cache]()
         self._hisparse, self._first = hisparse, hisparse.shape.indexers[0]
-        self._swap_in, self._copy, self._plan = hisparse.swap_in, hisparse.kernels.copy_rows, hisparse.plan
+        self._swap_in, self._copy, self._plan = hisparse.swap_in, hisparse._loads._copy, hisparse.plan
         self._enter = hisparse.enter
         monkeypatch.setattr(hisparse, "enter", self.enter)
         monkeypatch.setattr(hisparse, "swap_in", self.swap_in)
         monkeypatch.setattr(hisparse, "plan", self.plan)
-        monkeypatch.setattr(hisparse, "kernels", hisparse.kernels.replace(copy_rows=self.copy))
+        monkeypatch.setattr(hisparse._loads, "_copy", self.copy)
         monkeypatch.setattr(hisparse._rooms, "_copy", self.copy)
 
     def plan(self, batch: Any) -> Any:
@@ -49,16 +50,16 @@ class Seen:
         self._enter(slots)
         self._caches = {key: cache for key, cache in self._caches.items() if key[1] not in slots.tolist()}
 
-    def swap_in(self, layer_id: int, chosen: Any, slots: Any) -> Any:
-        rows, copies = self._swap_in(layer_id, chosen, slots)
+    def swap_in(self, layer_id: int, chosen: Any, slots: Any, places: Any, is_second: bool) -> Any:
+        rows, loads = self._swap_in(layer_id, chosen, slots, places, is_second)
         for slot, entries in zip(slots.tolist(), chosen.tolist(), strict=True):
             empty = Cache([(place, -1) for place in range(self._hisparse.shape.buffer_rows)])
             cache = self._caches.setdefault((layer_id, slot), empty)
             cache.read([entry for entry in entries if entry >= 0])
             self.by_hand += len(cache.loaded)
         self.rows += int((chosen >= 0).sum())
-        self.missed += int(copies.counts.sum())
-        return rows, copies
+        self.missed += sum(int(copies.counts.sum()) for copies in loads.all)
+        return rows, loads
 
     def copy(self, source: Any, target: Any, loads: Any, counts: Any) -> None:
         self._copy(source, target, loads, counts)
@@ -129,21 +130,15 @@ def forgets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
     count = HiSparseCoordinator.count
 
     def counted(self: HiSparseCoordinator, batch: Any) -> Any:
-        self.missed[:, len(batch.slots) - 1] = 0
+        self.caches.missed[:, len(batch.slots) - 1] = 0
         return count(self, batch)
 
     monkeypatch.setattr(HiSparseCoordinator, "count", counted)
 
 
 def counts_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: counts stale rows of an earlier, larger batch again."""
-    of = StepSwaps.of
-
-    def counted(self: HiSparseCoordinator, batch: Any) -> Any:
-        missed = self.missed.sum(1) if batch.forward_mode.is_decode else None
-        return of(self._sizes, batch, missed)
-
-    monkeypatch.setattr(HiSparseCoordinator, "count", counted)
+    """Mutant: counts rows of an earlier, larger batch again."""
+    monkeypatch.setattr(SlotCaches, "take_counts", lambda self: self.missed.sum(1))
 
 
 def one_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +151,7 @@ def one_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chooses_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: counts `top_k` entries even for texts that are shorter."""
-    monkeypatch.setattr(SwapSizes, "chosen", lambda self, batch: len(self.layers) * self.top_k * len(batch.seq_lens))
+    monkeypatch.setattr(SwapSizes, "chosen", lambda self, lens: len(self.layers) * self.top_k * len(lens))
 
 
 def stores_prompts_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,20 +128,6 @@ def test_a_recorded_step_runs_whole_and_says_so(tmp_path: Path, told: Told) -> N
     assert row.reason.endswith("batches in graphs replay whole")
 
 
-@pytest.mark.needs("host_rows")
-def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path, told: Told) -> None:
-    folder = save(deepseek_v4(max_position_embeddings=CONTEXT), tmp_path)
-    settings: dict[str, Any] = {"two_batch_overlap": "on", "graph": "off", "page_size": 16, "max_model_len": CONTEXT}
-    settings |= {
-        "hisparse": '{"device_buffer_size": 8, "host_to_device_ratio": 100}',
-        "attention_backend": "compressed",
-    }
-    TokenEngine(folder, **settings)
-    row = told.of("two-batch overlap")
-    assert (row.effective, row.downgrade) == ("off", True)
-    assert row.reason.startswith("rows lie in host memory")
-
-
 def test_one_rank_does_not_try_whether_halves_are_faster(tmp_path: Path, told: Told) -> None:
     TokenEngine(save(llama(max_position_embeddings=CONTEXT), tmp_path), two_batch_overlap="auto")
     row = told.of("two-batch overlap")

@@ -36,7 +36,6 @@ from tests.checkpoints import (
     qwen3_next,
     save,
 )
-from tests.latent import deepseek_v32
 from tests.laws.engine import TokenEngine, check_logprobs, environ, on_this_device, random_prompts, running_slices
 
 CONTEXT = 96
@@ -244,21 +243,6 @@ def test_the_ledger_says_how_prompts_come(plain: Case, tmp_path: Path) -> None:
     )
     other = save(falcon_h1(max_position_embeddings=CONTEXT), tmp_path)
     assert "not divided into layers" in ledger_row(other, prompt_slices="auto").reason
-
-
-@pytest.mark.needs("host_rows")
-def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path) -> None:
-    folder = save(deepseek_v32(max_position_embeddings=CONTEXT), tmp_path)
-    hisparse = '{"device_buffer_size": 16, "host_to_device_ratio": 100}'
-    given: dict[str, Any] = {
-        "hisparse": hisparse,
-        "attention_backend": "latent",
-        "page_size": 16,
-        "max_model_len": CONTEXT,
-    }
-    row = ledger_row(folder, prompt_slices="64", **given)
-    assert (row.effective, row.remedy, row.downgrade) == ("off", "--hisparse off", True)
-    assert row.reason.endswith("which lie in host memory")
 
 
 class OwnForward(LlamaForCausalLM):

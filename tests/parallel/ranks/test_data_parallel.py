@@ -153,10 +153,6 @@ def test_a_defect_among_shards_is_caught(
         ({"tp": 2, "ep": 4}, "ep is 4 and tp is 2; wanted one of 1, 2"),
         ({"tp": 1, "dp": 2}, "dp is 2 and tp is 1; wanted one of 1"),
         ({"tp": 2, "ep": 2}, "ep is 2, and this model has no experts"),
-        (
-            {"tp": 2, "dp": 2, "hisparse": "on"},
-            "hisparse is 'on', which do not go together yet; leave --hisparse or --dp out",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_any_process(

@@ -1,5 +1,4 @@
-"""A setting that hisparse does not support is refused by name before anything is loaded; a default
-that it does not support is turned off."""
+"""A setting that hisparse does not support is refused by name before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +9,9 @@ import pytest
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.hisparse.hisparse_bring_up import hisparse_config
 from sglcore.runtime.kernels.hisparse_entries import REACHING
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.speculation_bring_up import speculation
 from sglcore.step.hisparse_config import HiSparseConfig
 
 SHARING = Facts(tensor_device="cpu", shares_host_memory=True)
@@ -34,9 +31,6 @@ def test_what_is_asked_for_alone_is_had(facts: Facts, kernels: KernelTable, spec
 @pytest.mark.parametrize(
     ("given", "facts", "missing", "reason"),
     [
-        ({"speculative": "mtp"}, SHARING, (), "hisparse and speculative decoding are both requested"),
-        ({"draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both requested"),
-        ({"speculative": "auto", "draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both"),
         ({}, APART, (), "kernels on acme:0 do not reach host memory; wanted a device whose facts say reaches_pinned"),
         (
             {},
@@ -53,13 +47,3 @@ def test_what_does_not_go_with_it_is_named(
     kernels = OWN.replace(**{name: KernelTable.declared()[name].reference for name in missing})
     with pytest.raises(ConfigError, match=reason):
         hisparse_config(EngineConfig(hisparse="on", **given), facts, kernels)
-
-
-@pytest.mark.parametrize("speculative", [None, "auto"])
-def test_no_draft_that_lies_beside_a_model_is_tried_with_it_and_the_ledger_says_so(speculative: str | None) -> None:
-    ledger, unused = DecisionLedger(), Any
-    given: tuple[Any, ...] = (SHARING, ledger, unused, unused, KernelTable(), unused, HiSparseConfig())
-    assert speculation(EngineConfig(hisparse="on", speculative=speculative), *given) is None
-    (row,) = ledger.rows
-    assert (row.topic, row.requested, row.effective) == ("speculative", speculative or "not asked", "off")
-    assert row.remedy == "--hisparse off"

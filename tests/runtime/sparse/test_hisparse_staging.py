@@ -38,6 +38,11 @@ def device(lane: Lane) -> Iterator[torch.device]:
     assert not found.faults
 
 
+def stream_of(device: torch.device) -> torch.Stream | None:
+    """The stream of the copies; None on the host."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
 def table_of(device: torch.device) -> ReqToTokenPool:
     """A page table with the pages of slots in random order."""
     pool = ReqToTokenPool(4, (MOST - 1) * PAGE, PAGE, str(device))
@@ -68,7 +73,7 @@ def read_all(device: torch.device, steps: int = 2) -> list[Tensor]:
     """For each step, layer and part: the rows of all its tokens' requests, read from the staging
     room, [tokens, entries, 3]."""
     pool, stores, found = table_of(device), stores_of(device), []
-    rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, KernelTable().copy_rows, device.type != "cpu")
+    rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, KernelTable().copy_rows, stream_of(device))
     entries = torch.arange((MOST - 1) * PER_PAGE, device=device)
     for _ in range(steps):
         staged = plan_parts(batch_of(device), pool, PER_PAGE, rooms)
@@ -141,7 +146,7 @@ def test_a_host_row_that_is_freed_under_a_copy_is_a_fault(device: torch.device, 
         sim.launch("copy_rows", lambda: None, reads=[source, loads, counts], writes=[target])
 
     stores = {layer: store.cpu().pin_memory() for layer, store in stores_of(device).items()}
-    rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, copy_rows, has_streams=True)
+    rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, copy_rows, stream_of(device))
     rooms.begin(plan_parts(batch_of(device), table_of(device), PER_PAGE, rooms))
     if waits:
         torch.accelerator.synchronize()

@@ -148,7 +148,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         paged = Paged(self.req_to_token_pool.page_table, tokens.slots, lens, count, most)
         plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k, names_of(plan.host))
         if plan.host is not None:
-            plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
+            plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens, None)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
         """Implements `AttentionBackend.attend`: q [T, heads * size] to [T, heads * value_size]."""

@@ -5,12 +5,15 @@ layer wherever they are, and `HostRows` is one forward's access to those in host
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.memory.kv_rows import swapped_rows
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.sparse.token_queries import TokenRows
 
 HISPARSE = "hisparse"
 """The feature that layers with rows in host memory need from a backend."""
@@ -34,12 +37,19 @@ class HostRows(Protocol):
         """int32 [T]: the row of `table` for each token."""
         ...
 
-    def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
+    def before_store(self, layer_id: int) -> None:
+        """Order what a layer stores after the copies that read among those rows.
+
+        Call before the layer stores its rows. The stream may wait, the host does not.
+        """
+        ...
+
+    def choose(self, layer_id: int, chosen: Tensor, tokens: TokenRows, places: Tensor | None) -> Tensor:
         """Return int32 [T, K]: the rows `chosen` by an indexer, numbered as in the tensors of
         `read`.
 
-        `chosen` int32 [T, K] is named by `table`, -1 for none; `slots` int32 [T] has the request
-        slot of each token.
+        `chosen` int32 [T, K] is named by `table`, -1 for none. `places` int [T] is the row of the
+        pool that each token stores in this step (None: tokens do not store one row each).
         """
         ...
 

@@ -72,19 +72,25 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
         """Implements `AttentionBackend.refresh`: update the tokens in place."""
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
 
+    def before_store(self, layer: Attention, batch: ForwardBatch) -> None:
+        """Order the rows that a layer is about to store after copies that read among them."""
+        _, plan = self.planned(batch)
+        if plan.host is not None:
+            plan.host.before_store(layer.layer_id)
+
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         """Choose the `top_k` rows that an indexer scores highest.
 
         Scores come from q [T, H, D] and weights [T, H]. This layer, and the layers after it without
         an indexer, attend to these rows. All rows are chosen if there are at most `top_k`.
         """
-        _, plan = self.planned(batch)
+        batch, plan = self.planned(batch)
         pool, tokens = self.token_to_kv_pool, plan.tokens
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
         paged = Paged(self.req_to_token_pool.page_table, tokens.slots, tokens.lens, pool.page_size, tokens.most)
         plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k, names_of(plan.host))
         if plan.host is not None:
-            plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
+            plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens, batch.out_cache_loc)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
         """Implements `AttentionBackend.attend`: q [T, heads * size] to [T, heads * value_size]."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.sparse.host_rows import HISPARSE
 from sglcore.runtime.forward_context import get_forward_context
-from sglcore.runtime.memory.kv_rows import swapped_rows
+from sglcore.runtime.memory.kv_rows import Place, swapped_rows
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -57,6 +58,13 @@ class SparseLayer(Attention, ABC):
         are in host memory.
         """
         return self._features
+
+    def keep_on_device(self) -> None:
+        """Keep all rows on the device. Call before pools are made."""
+        name = swapped_rows(self.rows)
+        if name is not None:
+            self.rows = {**self.rows, name: replace(self.rows[name], place=Place.PAGES)}
+            self._features -= {HISPARSE}
 
     @property
     def layer(self) -> Attention:
