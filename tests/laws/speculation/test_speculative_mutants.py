@@ -52,10 +52,10 @@ class LengthsOfTheRoot(SpeculativeWorker):
 
 
 class LimitsOfTheStepBefore(SpeculativeWorker):
-    def _arrays(self, batch: Any, inputs: Any, width: int) -> Any:
+    def _arrays(self, batch: Any, inputs: Any, *given: Any) -> Any:
         if self._rows is not None and self._rows.composition == batch.composition:
             batch.cell_limits = self._rows.cell_limits
-        return super()._arrays(batch, inputs, width)
+        return super()._arrays(batch, inputs, *given)
 
 
 class ProposalsOfTheNextSlot(SpeculativeWorker):

@@ -179,10 +179,10 @@ def test_the_runner_honours_a_plan_that_is_ready() -> None:
 class DistrustfulRunner(ModelRunner):
     """Mutant: plans even if the batch is marked."""
 
-    def run_eager(self, batch: ForwardBatch) -> Tensor:
+    def run_eager(self, batch: ForwardBatch, *given: Any) -> Tensor:
         """Run the batch without its marker."""
         batch.plan_record = None
-        return super().run_eager(batch)
+        return super().run_eager(batch, *given)
 
 
 def test_a_runner_that_ignores_the_mark_is_caught() -> None:
