@@ -190,8 +190,7 @@ def attention(
     layers, windows = model.attention_layers, pools.windows
     hisparse = hisparse if any(swapped_rows(layer.rows) for layer in layers) else None
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
-    draws = (KernelTable.draw, (logits, None, None)), (KernelTable.greedy, (logits,))
-    kernels = fitted_to(kernels, draws, refusals)
+    kernels = fitted_to(kernels, ((KernelTable.draw, (logits, None, None)), (KernelTable.greedy, (logits,))), refusals)
     ledger.record(*refusals.rows())
 
     def make(found: Sequence[Attention], table: ReqToTokenPool, cells: KVPool, whom: str) -> AttentionBackend:

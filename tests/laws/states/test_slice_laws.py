@@ -168,7 +168,7 @@ def test_a_worker_that_takes_prompts_whole_refuses_slices(plain: Case) -> None:
 class ForgetsItsState(Slices):
     """Mutant: each slice starts from the embedded tokens."""
 
-    def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
+    def run(self, first: int, last: int) -> tuple[OpenPrompt, tuple[Tensor, Tensor] | None]:
         if self._open is not None and first:
             with self._running(), forward_context(self._runner.context(self._open.view, self._attention)):
                 self._open.state = self._model.embed(self._open.view)
@@ -176,7 +176,7 @@ class ForgetsItsState(Slices):
 
 
 class SkipsALayer(Slices):
-    def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
+    def run(self, first: int, last: int) -> tuple[OpenPrompt, tuple[Tensor, Tensor] | None]:
         if self._open is None or first != 1 or last == self._model.sliced_layers:
             return super().run(first, last)
         self._open.done = last
@@ -186,7 +186,7 @@ class SkipsALayer(Slices):
 class ForgetsTheNorm(Slices):
     """Mutant: halves the last layer's output, as if the final norm lost a part of its input."""
 
-    def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
+    def run(self, first: int, last: int) -> tuple[OpenPrompt, tuple[Tensor, Tensor] | None]:
         if self._open is not None and last == self._model.sliced_layers:
             with self._running():
                 self._open.state = self._open.state._replace(hidden=self._open.state.hidden * 0.5)
