@@ -27,7 +27,7 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.trial import failure_of
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.graph_backend import GraphBackend, PromptBackend
-from sglcore.runtime.graphs.graph_choice import capture, make_backend
+from sglcore.runtime.graphs.graph_choice import capture, check_captured, make_backend
 from sglcore.runtime.hisparse.hisparse_bring_up import asks_for_hisparse, hisparse, hisparse_config
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.hisparse_entries import REACHING
@@ -274,10 +274,8 @@ def runner(
         extensions,
         streams,
     )
-    if backend is not None:
-        made.graphs = _captured(config, facts, backend, made, ledger, progress, shape)
-    if groups is not None:  # from these sizes and a step's plan each rank derives the graph that all replay
-        groups.check_same("captured sizes", () if made.graphs is None else made.graphs.buckets)
+    made.graphs = None if backend is None else _captured(config, facts, backend, made, ledger, progress, shape)
+    check_captured(made)
     return made
 
 

@@ -206,6 +206,9 @@ def test_a_shard_votes_as_its_step_is() -> None:
     assert (vote_of(decode).rows, vote_of(decode, width=4).rows) == ((2,), (8,))
     assert vote_of(decode, CutTerms(2), 4).cuts == (4,), "rows of one request stay together"
     assert (vote_of(decode).emitting, vote_of(decode).verifying, vote_of(decode).going_on) == ((2,), (2,), (0,))
+    decode.mrope_positions = np.zeros((3, 2), np.int32)
+    assert not vote_of(decode).can_replay, "graphs do not read inputs that only some batches have"
+    decode.mrope_positions = None
     assert vote_of(decode).can_replay
     decode.return_hidden_states_before_norm.put(True)
     assert not vote_of(decode).can_replay, "no graph has the inputs of the last norm"

@@ -169,6 +169,16 @@ def capture(
     return captured
 
 
+def check_captured(runner: ModelRunner) -> None:
+    """Raise CollectiveError on every rank unless all ranks have graphs of the same sizes, or none:
+    from these sizes and a step's plan each rank derives the graph that all replay. Waits for the
+    other ranks, if there are any.
+    """
+    if runner.extensions.ranks is not None:
+        sizes = () if runner.graphs is None else runner.graphs.buckets
+        runner.extensions.ranks.check_same("captured sizes", sizes)
+
+
 def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...], has_shards: bool = False) -> str:
     """Return why decode graphs of this mechanism cannot hold two micro-batches.
 
