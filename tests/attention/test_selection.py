@@ -251,6 +251,28 @@ def test_rows_are_read_by_a_packages_own_backend_before_the_cores(own: dict[str,
     assert choose_attention(*given) is wanted
 
 
+def test_a_library_that_fails_only_in_a_capture_is_taken_without_graphs() -> None:
+    """Holds if nothing else serves; an explicit kind of graph is not given up."""
+    parts: Any = dict.fromkeys(("probe", "facts", "worker", "bring_up"), "toy:part")
+    own = {"attention": refs("Borrowed"), "graphs": {}, "kernels": {"own": "toy:kernels"}}
+    package = DevicePackage(name="toy", api=API, summary="", **own, **parts)
+    facts, tried = Facts("cpu", has_streams=True, default_graph="full"), list[bool]()
+    shape, pool = AttentionShape(1, ((1, 8),)), make_case([(0, 1)]).backend.token_to_kv_pool
+
+    def trial(backend: type[AttentionBackend], captured: bool) -> str:
+        tried.append(captured)
+        return "its capture failed" if captured else ""
+
+    def chosen(graph: str) -> type[AttentionBackend]:
+        given = EngineConfig(graph=graph), package, facts, "float32", shape, pool, "the model", DecisionLedger(), trial
+        return choose_attention(*given)
+
+    assert chosen("auto") is Borrowed
+    assert tried == [True, False]
+    with pytest.raises(ConfigError, match="Borrowed refused: its capture failed"):
+        chosen("full")
+
+
 class ByPage(ReferenceAttention):
     """Reads page-major pools only."""
 

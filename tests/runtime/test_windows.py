@@ -204,6 +204,20 @@ def test_what_one_part_can_not_do_both_can_not(part: str) -> None:
     assert attention.facts.features == {"mixed"}
 
 
+@pytest.mark.parametrize("part", ["full", "window"])
+def test_one_part_that_needs_exact_lengths_is_enough(part: str) -> None:
+    class Exact(ReferenceAttention):
+        facts = replace(ReferenceAttention.facts, needs_host_lengths=True)
+
+    class Masks(ReferenceAttention):
+        facts = replace(Exact.facts, masks_bounds=True)
+
+    both: Any = {"full": Masks, "window": Masks}
+    facts = make_windowed(**both).attention.facts
+    assert facts.needs_host_lengths and not facts.needs_exact_lengths
+    assert make_windowed(**(both | {part: Exact})).attention.facts.needs_exact_lengths
+
+
 @pytest.mark.parametrize(
     ("name", "counterpart"),
     [("window_seq_lens", "seq_lens"), ("window_positions", "positions"), ("window_cache_loc", "out_cache_loc")],

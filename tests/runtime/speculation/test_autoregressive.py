@@ -419,3 +419,25 @@ def test_what_was_rejected_takes_no_cell_from_the_root(cases) -> None:
     play(Desk(cases["standalone"], 4, 15, WritesOnce(runner, TOKENS)))
     with pytest.raises(AssertionError, match="written twice"):
         play(Desk(cases["standalone"], 4, 15, RunsRejected(runner, TOKENS)))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_bounds_of_lengths_stay_within_the_page_table(cases, kind: str, page_size: int, monkeypatch) -> None:
+    """A library reads as many pages as the host says, also where a text ends with the table."""
+    desk, bounds = Desk(cases[kind], page_size, seed=15), list[int]()
+    runner = desk.drafter.runner
+    decode = desk.drafter.decode
+
+    def watched(*given: Any) -> ForwardBatch:
+        made = decode(*given)
+        assert made.seq_lens_cpu is not None
+        bounds.extend(made.seq_lens_cpu.tolist())
+        return made
+
+    monkeypatch.setattr(desk.drafter, "decode", watched)
+    desk.admit(1, CONTEXT - 12)
+    desk.prompts({1: CONTEXT - 12})
+    while desk.texts[1].cells < CONTEXT - 1:
+        desk.verify({1: 1})
+    assert max(bounds) == runner.attn_backend.req_to_token_pool.max_tokens

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,10 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.device.package import resolve
 from sglcore.models.drafts.draft_checkpoint import DraftCheckpoint
 from sglcore.models.drafts.draft_loader import BY_TENSORS, checkpoint_of, draft_classes
+from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.speculative.draft_steps import KindSteps, LookupSteps
-from sglcore.runtime.speculative.speculation_choice import model_steps, most_rows
+from sglcore.runtime.speculative.make_worker import _against_overlap
+from sglcore.runtime.speculative.speculation_choice import Speculation, model_steps, most_rows
 
 TENSORS = {
     "eagle": ("fc.weight", "layers.0.self_attn.q_proj.weight"),
@@ -69,3 +73,26 @@ def test_a_start_that_finds_its_draft_has_room_for_every_kind() -> None:
 
 def test_only_a_frozen_draft_writes_no_cells() -> None:
     assert [name for name in MODELS if not model_steps(name).writes_cells] == ["frozen-mtp"]
+
+
+class Told:
+    """An attention backend, by its facts."""
+
+    def __init__(self, is_exact: bool) -> None:
+        self.facts = AttentionFacts(needs_host_lengths=is_exact)
+
+
+def runner(is_exact: bool) -> Any:
+    """The parts of a runner that the choice reads; one attention of two decides."""
+    parts = (Told(False), Told(is_exact))
+    options = SimpleNamespace(needs_exact_lengths=is_exact)
+    return SimpleNamespace(options=options, attn_backend=SimpleNamespace(parts=parts))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "whose"),
+    [(False, False, ""), (True, False, "the target's"), (False, True, "the draft's"), (True, True, "the target's")],
+)
+def test_steps_wait_if_the_target_or_the_draft_needs_exact_lengths(target: bool, draft: bool, whose: str) -> None:
+    reason = _against_overlap(Speculation("eagle", (3,)), runner(target), runner(draft))
+    assert reason.startswith(f"{whose} Told needs exact lengths" if whose else "") and bool(reason) == bool(whose)
