@@ -14,8 +14,6 @@ from devices.mlx.tests.parity import CONTEXT, TokenEngine, random_prompts
 from devices.mlx.tests.test_parity import make_model
 from sglcore.schedule.request import Request
 from sglcore_mlx import stepper
-from tests.checkpoints import save
-from tests.laws.hidden import check_states, make_requests, run_for_states
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -31,17 +29,23 @@ KINDS = (
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-moe", "qwen3-next"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    from tests.checkpoints import save
+
     model = make_model(request.param)
     yield save(model, tmp_path_factory.mktemp(request.param)), model
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    from tests.checkpoints import save
+
     model = make_model("llama")
     return save(model, tmp_path_factory.mktemp("tiny")), model
 
 
 def make_kinds(seed: int, repeats: int = 1) -> list[Request]:
+    from tests.laws.hidden import make_requests
+
     prompts = [prompt * repeats for prompt in random_prompts(seed, LENGTHS)]
     return [make_requests([prompt], 12, **kind)[0] for prompt, kind in zip(prompts, KINDS, strict=True)]
 
@@ -51,6 +55,8 @@ def check(
 ) -> Any:
     """Run the requests in one session and compare; return the session. `paths` gets the paths of
     the steps."""
+    from tests.laws.hidden import check_states, run_for_states
+
     paths = set[str]() if paths is None else paths
     engine = TokenEngine(case[0], **settings)
     try:
@@ -82,6 +88,8 @@ def test_only_accepted_draft_tokens_have_states(tiny: tuple[Path, Any], graph: s
 
 
 def test_preemption_neither_loses_nor_doubles_states(tiny: tuple[Path, Any]) -> None:
+    from tests.laws.hidden import make_requests
+
     prompts = random_prompts(10, (20, 24, 28, 22))
     requests = [make_requests([ids], 30, **KINDS[i])[0] for i, ids in enumerate(prompts)]
     session = check(tiny, requests, {"max_requests": 4}, pages=CONTEXT // 4 + 2)

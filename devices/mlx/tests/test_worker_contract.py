@@ -185,6 +185,7 @@ class Exploding:
     step's arrays can be read then."""
 
     further = 0
+    against_norm_inputs = "it explodes"
 
     def __init__(self, model: Model) -> None:
         self.config, self.dtype, self.layers, self.states = model.config, model.dtype, model.layers, model.states
@@ -199,6 +200,11 @@ class Exploding:
             for _ in range(self.further):
                 hidden = hidden + 1e-3
         return hidden
+
+    def with_norm_inputs(self, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
+        """Return the hidden states, twice."""
+        hidden = self(batch)
+        return hidden, hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the model's logits."""
