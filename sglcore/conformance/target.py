@@ -163,12 +163,21 @@ class Target:
 
     def usable_attention(self) -> Mapping[str, Any]:
         """Return the importable backend classes by name, in order of preference, without those that
-        report themselves unavailable on the current device. All of them on a device that is not of
-        the torch runtime, or if there is no device to ask."""
+        report themselves unavailable on the current device, and those that read no keys and values
+        of heads: the models of these laws have such. All of them on a device that is not of the
+        torch runtime, or if there is no device to ask."""
         found = self.importable_attention()
         if "torch_runtime" not in self.capabilities():
             return found
-        return MappingProxyType({name: kind for name, kind in found.items() if not _refuses(kind)})
+        from sglcore.runtime.memory.pools import POOL_KINDS
+
+        return MappingProxyType(
+            {
+                name: kind
+                for name, kind in found.items()
+                if any(map(kind.facts.takes_layout, POOL_KINDS)) and not _refuses(kind)
+            }
+        )
 
     def geometry(self, backend: str | None = None) -> Geometry:
         """Return sizes that a backend takes, in a dtype that the device computes in. Without a

@@ -48,13 +48,13 @@ class Kind:
     """Capabilities that tests may require beyond those of every kind (`plugin.capabilities`)."""
     collectives: str = "simccl"
     """The backend's name for `init_process_group`."""
-    has_captured_collectives: bool = False
-    """Captured graphs may hold its collectives."""
     files: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """Relative path to text of the machine's system tree. `{i}`, `{bus}` and `{render}` in a path
     make one file per device; path and text may use any of `machine.FIELDS`."""
     chip: str = ""
     """Its common name, for `--sim=NAME:CHIP`."""
+    has_captured_collectives: bool = False
+    """Captured graphs may hold its collectives."""
 
 
 def pci(vendor: int, device: int, pci_class: int) -> dict[str, str]:
