@@ -9,6 +9,10 @@ from types import MappingProxyType
 
 from sglcore.device.package import Ref
 
+DRAFT_TOKENS = 4
+"""Default for the maximum draft tokens per step."""
+MTP = "mtp"
+"""The kind of draft that is stored in its target's checkpoint, after the last layer."""
 RANKS, SHARDS, NO_PREFIX_CACHE = "ranks", "shards", "no prefix cache"
 """Keys of `DraftKind.refused`: a model on several ranks, data-parallel shards (`--dp`), and a
 prefix cache that is off."""
@@ -56,7 +60,7 @@ _KINDS = (
     ),
     DraftKind("eagle", "", f"{_STEPS}.eagle_steps:STEPS", f"{_DRAFTS}.eagle:CHECKPOINT", takes_trees=True),
     DraftKind("eagle3", "", f"{_STEPS}.eagle_steps:STEPS", f"{_DRAFTS}.eagle3:CHECKPOINT", takes_trees=True),
-    DraftKind("mtp", "", f"{_STEPS}.mtp_steps:STEPS", takes_trees=True),
+    DraftKind(MTP, "", f"{_STEPS}.mtp_steps:STEPS", takes_trees=True),
     DraftKind("standalone", "", f"{_STEPS}.standalone_steps:STEPS", takes_trees=True),
     DraftKind("dflash", "", f"{_STEPS}.dflash_steps:STEPS", f"{_DRAFTS}.dflash:CHECKPOINT", refused=_ONE_RANK),
     DraftKind(

@@ -40,10 +40,12 @@ class Fixture:
     """The content of a package's `conformance.toml`; `read_fixture` makes it. `cells`:
     `cells(built) -> HostCells` (`host_cells.py`) gives access to the KV slots of what a bring-up
     built, on devices without the torch runtime; None: it has no such function, and the kit knows
-    only the torch runtime's pool."""
+    only the torch runtime's pool. `models`: the kit's models with entries other than keys and
+    values that a device without the torch runtime serves."""
 
     tolerances: tuple[Tolerance, ...] = ()
     cells: Ref | None = None
+    models: tuple[str, ...] = ()
 
     def bound(self, law: Law, dtype: str) -> float:
         """Return the error that a law allows in a dtype: this package's tolerance, or else the
@@ -56,15 +58,14 @@ def read_fixture(folder: Path | None) -> Fixture:
     """Return the content of `conformance.toml` in a package's folder; an empty fixture without a
     folder or a file. Imports nothing. Raises ConfigError for invalid content."""
     file, values = read_tables(folder, FILE, "tolerance")
-    cells, given = values.pop("cells", None), values.pop("tolerance", [])
-    if values or not isinstance(given, list) or not isinstance(cells, str | None):
-        raise ConfigError(
-            f"{file} has {', '.join(values) or 'other types'}", wanted="[[tolerance]] tables, and cells as a text"
-        )
+    cells, given, models = values.pop("cells", None), values.pop("tolerance", []), values.pop("models", [])
+    if values or not isinstance(given, list) or not isinstance(cells, str | None) or not isinstance(models, list):
+        wanted = "[[tolerance]] tables, cells as a text, and models as a list of texts"
+        raise ConfigError(f"{file} has {', '.join(values) or 'other types'}", wanted=wanted)
     if cells is not None:
         modules(cells, package=str(file))
     wanted = "law, dtype and reason as texts, and bound as a number such as 0.05"
-    return Fixture(tuple(read_record(Tolerance, file, entry, wanted) for entry in given), cells)
+    return Fixture(tuple(read_record(Tolerance, file, entry, wanted) for entry in given), cells, tuple(models))
 
 
 def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:

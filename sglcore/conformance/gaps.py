@@ -1,7 +1,9 @@
 """Gaps as data: laws that a package does not satisfy yet, each with a reason, a link and an expiry
-date.
+date; and laws that are skipped on it, each with the reason and what to do instead.
 
-A gap that passes, that matches no law, or that has expired is an error.
+A gap that passes, that matches no law, or that has expired is an error. A package that lists
+skipped laws lists all of them: a skipped case without a row, and a row for a case that runs, are
+errors.
 """
 
 from __future__ import annotations
@@ -35,13 +37,105 @@ class Gap:
         return self.law in (name, name.partition("[")[0])
 
 
+IMPOSSIBLE, NOT_YET = ANSWERS = ("impossible", "not yet")
+"""Why a law is skipped: the device has nothing that it could check, or it lacks something that it
+could have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """One [[skip]] of a package's `gaps.toml`: a law that is skipped on the device. `law` as in
+    `Gap`; `answer`: one of ANSWERS; `remedy`: what users do instead, or what it takes to run the
+    law."""
+
+    law: str
+    answer: str
+    reason: str
+    remedy: str
+
+    def covers(self, name: str) -> bool:
+        """Return whether the row is about the case `name`, written `law` or `law[case]`."""
+        return self.law in (name, name.partition("[")[0])
+
+    @property
+    def text(self) -> str:
+        """The row for a person."""
+        return f"{self.answer}: {self.reason}; {self.remedy}"
+
+
+def read_skips(folder: Path | None) -> tuple[Skip, ...]:
+    """Read the [[skip]] tables of `gaps.toml` in a package's folder; none without a folder or a
+    file. Raises ConfigError for an entry that is not a skip."""
+    file, values = read_tables(folder, FILE, "skip")
+    wanted = f"law, reason and remedy as texts, and answer as one of {', '.join(ANSWERS)}"
+    found = tuple(read_record(Skip, file, entry, wanted) for entry in values.get("skip", []))
+    for row in found:
+        if row.answer not in ANSWERS:
+            raise ConfigError(f"{file} has a skip of {row.law!r} with answer = {row.answer!r}", wanted=wanted)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """One [[missing]] of a package's `gaps.toml`: a feature that the device does not have and that
+    no law checks. `answer`, `reason` and `remedy` as in `Skip`."""
+
+    feature: str
+    answer: str
+    reason: str
+    remedy: str
+
+
+def read_missing(folder: Path | None) -> tuple[Missing, ...]:
+    """Read the [[missing]] tables of `gaps.toml` in a package's folder; none without a folder or a
+    file. Raises ConfigError for an entry that is not one, and for a feature that is there twice."""
+    file, values = read_tables(folder, FILE, "missing")
+    wanted = f"feature, reason and remedy as texts, and answer as one of {', '.join(ANSWERS)}; each feature once"
+    found = tuple(read_record(Missing, file, entry, wanted) for entry in values.get("missing", []))
+    names = [row.feature for row in found]
+    for row in found:
+        if row.answer not in ANSWERS or names.count(row.feature) > 1:
+            raise ConfigError(f"{file} has {row.feature!r} with answer = {row.answer!r}", wanted=wanted)
+    return found
+
+
+def skip_for(skips: Sequence[Skip], name: str) -> Skip | None:
+    """Return the row for the case `name`, None if it has none. One for the exact case comes before
+    one for the whole law."""
+    exact = [row for row in skips if row.law == name]
+    return next(iter(exact or [row for row in skips if row.covers(name)]), None)
+
+
+def wrong_skip(skips: Sequence[Skip], name: str, was_skipped: bool, text: str) -> str:
+    """Return what is wrong with the rows, given whether the case `name` was skipped, for the reason
+    `text`; empty if nothing is. Packages without rows say nothing about skipped cases."""
+    row = skip_for(skips, name)
+    if was_skipped and skips and row is None:
+        return f"{name} is skipped ({text}), and {FILE} has no [[skip]] row for it"
+    if not was_skipped and row is not None:
+        return f"{name} runs, but {FILE} says that it is skipped ({row.reason}); remove the row"
+    return ""
+
+
+def stale_skips(skips: Sequence[Skip], known: Collection[str]) -> list[str]:
+    """Return what is wrong with the rows themselves: listed twice, or about no law. `known`:
+    `name[case]` of every case."""
+    names = [row.law for row in skips]
+    wrong = [f"there are two skips {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
+    covered = [row for row in skips if not any(row.covers(name) for name in known)]
+    return wrong + [f"the skip {row.law!r} matches no law of this device" for row in covered]
+
+
 def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
     """Return the gaps in `gaps.toml` of a package's folder, in order; none without a folder or a
     file. Expired ones are returned too. Raises ConfigError for an entry that is not a gap."""
     file, values = read_tables(folder, FILE, "gap")
     given = values.pop("gap", [])
+    for other in ("skip", "missing"):
+        values.pop(other, None)
     if values or not isinstance(given, list):
-        raise ConfigError(f"{file} has {', '.join(values) or 'gap as one table'}", wanted="[[gap]] tables only")
+        found = f"{file} has {', '.join(values) or 'gap as one table'}"
+        raise ConfigError(found, wanted="[[gap]], [[skip]] and [[missing]] tables only")
     wanted = "law, reason and link as texts, and expiry as a date such as 2030-01-31"
     return tuple(read_record(Gap, file, entry, wanted) for entry in given)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from sglcore.config.engine_config import resolve_config
 from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.inputs.kit_models import SETTINGS, SMOOTH, write_checkpoint
+from sglcore.conformance.inputs.kit_models_sparse import SPARSE_MODELS
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.oracle import Oracle, check_results
@@ -122,6 +123,8 @@ class Kit:
         """Start the device on a model; the caller closes the harness. Unless it runs in float32, a
         model in `SMOOTH` is replaced by the one there. `head_dim` None: that of `Target.geometry`;
         `pool_kind` None: the device's own kind. `settings`: fields of EngineConfig."""
+        if model in SPARSE_MODELS and not self.serves(model):
+            raise NotApplicable(f"this device does not serve the kit's model {model!r}")
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
             "page_size": geometry.page_size,
@@ -135,6 +138,10 @@ class Kit:
             given |= self.target.attention_without_triton(str(given["dtype"]))
         model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
         return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given, pool_kind)
+
+    def serves(self, model: str) -> bool:
+        """Return whether the device has the layers of a model in SPARSE_MODELS."""
+        return "torch_runtime" in self.target.capabilities() or model in self.fixture.models
 
     def harness(self, model: str, **settings: Any) -> Harness:
         """Return a started device that laws share: equal arguments return the same one until

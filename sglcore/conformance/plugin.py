@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from sglcore.conformance.gaps import Gap
+    from sglcore.conformance.gaps import Gap, Skip
     from sglcore.conformance.kit_run import Kit, Outcome
     from sglcore.conformance.law import Law
     from sglcore.conformance.target import Target
@@ -27,18 +27,24 @@ LEVELS = ("C0", "C1", "C2", "C3", "C4")
 
 @dataclass(slots=True)
 class Run:
-    """One device's run within a pytest session. `asked`: names of the requested cases; `outcomes`:
-    of those that ran; `problems`: what is wrong with its gaps and tolerances; `obstacle`: why the
-    device cannot run here (None: not probed yet, empty: it can); `was_named`: `--conform-device`
-    names it."""
+    """One device's run within a session."""
 
     target: Target
+    """The device under test."""
     gaps: tuple[Gap, ...]
+    """Its known failures."""
+    skips: tuple[Skip, ...] = ()
+    """The rows of its skipped laws."""
     asked: set[str] = field(default_factory=set)
+    """Names of the requested cases."""
     outcomes: list[Outcome] = field(default_factory=list)
+    """What came of the cases that ran."""
     problems: list[str] = field(default_factory=list)
+    """What is wrong with its gaps, skips and tolerances."""
     obstacle: str | None = None
+    """Why the device cannot run here. None: not probed yet."""
     was_named: bool = False
+    """`--conform-device` names it."""
 
     def reason_against(self, level: str) -> str:
         """Return why laws of a level can not run here; empty if they can. The first call probes the
@@ -169,7 +175,7 @@ def _run_for(config: pytest.Config, file: Path) -> Run:
     """Return the session's run for the device that `--conform-device` names, or else for the device
     of the package that contains the test file `file`; it is made at the first call. Raises
     UsageError if there is neither."""
-    from sglcore.conformance.gaps import read_gaps
+    from sglcore.conformance.gaps import read_gaps, read_skips
 
     named = _option(config, "--conform-device")
     name = named or _declared_device(file)
@@ -178,7 +184,8 @@ def _run_for(config: pytest.Config, file: Path) -> Run:
     runs = config.stash[RUNS]
     if name not in runs:
         target = _target(name)
-        runs[name] = Run(target, read_gaps(target.folder), was_named=bool(named))
+        rows = read_gaps(target.folder), read_skips(target.folder)
+        runs[name] = Run(target, *rows, was_named=bool(named))
     return runs[name]
 
 
@@ -259,13 +266,14 @@ def pytest_testnodedown(node: Any) -> None:
     has the cases of all workers. pytest-xdist calls it when a worker has ended."""
     handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
     for name, values in handed.get("conformance", {}).items():
-        from sglcore.conformance.gaps import read_gaps
+        from sglcore.conformance.gaps import read_gaps, read_skips
         from sglcore.conformance.kit_run import Outcome
 
         runs = node.config.stash[RUNS]
         if name not in runs:
             target = _target(name)
-            runs[name] = Run(target, read_gaps(target.folder), was_named=values["was_named"])
+            rows = read_gaps(target.folder), read_skips(target.folder)
+            runs[name] = Run(target, *rows, was_named=values["was_named"])
         runs[name].asked.update(values["asked"])
         runs[name].outcomes += [Outcome(**outcome) for outcome in values["outcomes"]]
         runs[name].problems += [text for text in values["problems"] if text not in runs[name].problems]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sglcore.conformance.fixture import stale_tolerances
-from sglcore.conformance.gaps import closed_gap, gap_for, stale_gaps
+from sglcore.conformance.gaps import closed_gap, gap_for, read_missing, skip_for, stale_gaps, stale_skips, wrong_skip
 from sglcore.conformance.kit_run import Kit, Outcome, catches, record_run, replay_run, run_case
 from sglcore.conformance.law import LEVELS, run_name
 from sglcore.conformance.recorded_steps import read_record, write_record
@@ -37,6 +37,8 @@ def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
 
     known = [run_name(law, case) for law in LAWS for case in law.cases(gap_run.target)]
     wrong = stale_gaps(gap_run.gaps, known, datetime.date.today())
+    wrong += stale_skips(gap_run.skips, known)
+    read_missing(gap_run.target.folder)
     wrong += stale_tolerances(gap_run.target.fixture(), LAWS)
     gap_run.problems.extend(wrong)
     if wrong:
@@ -88,9 +90,12 @@ def _need_device(run: Run, level: str) -> None:
 
 
 def _report(run: Run, outcome: Outcome) -> None:
-    gap = gap_for(run.gaps, outcome.name)
+    gap, row = gap_for(run.gaps, outcome.name), skip_for(run.skips, outcome.name)
+    if wrong := wrong_skip(run.skips, outcome.name, outcome.verdict == "skipped", outcome.text):
+        run.problems.append(wrong)
+        pytest.fail(wrong, pytrace=False)
     if outcome.verdict == "skipped":
-        pytest.skip(outcome.text)
+        pytest.skip(outcome.text if row is None else f"{outcome.text}; {row.text}")
     if outcome.verdict == "failed":
         if gap is None:
             pytest.fail(outcome.text, pytrace=False)

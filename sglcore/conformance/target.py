@@ -111,13 +111,16 @@ class Target:
         return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
 
     def capabilities(self) -> frozenset[str]:
-        """Return the capabilities that it has, of those that laws may need: "torch_runtime",
-        "cells", "attention", "graphs", "streams", "mixed_batches", "proposals"."""
+        """Return the capabilities that it has, of those that laws may need: "torch_runtime", "rows"
+        (cache entries other than keys and values), "slices" (prompts in slices of layers), "cells",
+        "attention", "graphs", "streams", "mixed_batches", "proposals"."""
         facts = self.facts()
         steps = {step.provides for step in self.order().steps}
         is_torch = steps >= TORCH_STEPS
         offered = {
             "torch_runtime": is_torch,
+            "rows": is_torch or bool(self.fixture().models),
+            "slices": is_torch or "slices" in steps,
             "cells": is_torch or self.fixture().cells is not None,
             "attention": bool(self.package.attention),
             "graphs": bool(self.package.graphs),

@@ -421,7 +421,13 @@ class Architecture(ABC):
         """Return, by the checkpoint's name, the model's name of each tensor in the checkpoint's
         files; `shapes` are the tensors' shapes by name.
         """
-        return {name: self.own_name(name) for name in shapes}
+        own_name = self.naming(self.config)
+        return {name: own_name(name) for name in shapes}
+
+    @classmethod
+    def naming(cls, config: ModelConfig) -> Callable[[str], str]:
+        """Return the function from a tensor's name in the checkpoint to the model's name of it."""
+        return cls.own_name
 
     @classmethod
     def own_name(cls, name: str) -> str:

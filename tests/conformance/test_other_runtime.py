@@ -25,7 +25,7 @@ from sglcore.device.package import DevicePackage
 from sglcore.device.worker import ModelWorker
 
 WITHOUT = "the device has no torch_runtime"
-BEYOND = frozenset({"torch_runtime", "proposals"})
+BEYOND = frozenset({"torch_runtime", "proposals", "rows", "slices"})
 SERVED = tuple(law for law in LAWS if law.level in ("C1", "C2", "C4") and law.needs.isdisjoint(BEYOND))
 OPEN_TO_ALL = ("opens_and_closes", "two_runners", "stats_are_true")
 

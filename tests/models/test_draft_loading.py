@@ -13,7 +13,8 @@ from torch import Tensor
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.models.drafts.draft_loader import Draft, kind_of, load_draft
+from sglcore.models.drafts.draft_config import kind_of
+from sglcore.models.drafts.draft_loader import Draft, load_draft
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, eagle, eagle3, next_token

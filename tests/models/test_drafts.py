@@ -16,7 +16,8 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.drafts.draft_loader import Draft, kind_of, load_draft, offered_head
+from sglcore.models.drafts.draft_config import kind_of, offered_head
+from sglcore.models.drafts.draft_loader import Draft, load_draft
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import glm4_moe, llama, qwen2, qwen3_next, save
 from tests.drafts import TARGET, by_speculators, eagle, eagle3, next_token, renamed, with_config

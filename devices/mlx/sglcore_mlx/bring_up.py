@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -28,19 +28,24 @@ from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
 from sglcore_mlx.kernels import KernelNames
-from sglcore_mlx.layers.linear import LinearParts
-from sglcore_mlx.load import load_model
+from sglcore_mlx.load import LoadedModel, load_model
 from sglcore_mlx.memory import device_memory
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
 from sglcore_mlx.speculative.choice import Speculation, check_model, choose_speculation
+from sglcore_mlx.speculative.draft_stepper import DraftStepper
+from sglcore_mlx.speculative.drafter import DraftParts, drafter_type
+from sglcore_mlx.speculative.drafts import Draft, load_draft
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
+from sglcore_mlx.speculative.trial import trial
 from sglcore_mlx.speculative.worker import SpeculativeWorker
 from sglcore_mlx.states import StatePool, state_bytes
-from sglcore_mlx.stepper import Stepper
+from sglcore_mlx.stepper import Stepper, StepperOptions
 from sglcore_mlx.thread import StreamThread
 from sglcore_mlx.worker import MlxWorker
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +133,10 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
-def speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
-    """Return the drafter and the number of draft tokens, as the configuration asks; None: no
-    speculation. Reads no model. Raises ConfigError for an invalid setting."""
-    return choose_speculation(config, ledger)
+def speculation(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> Speculation | None:
+    """Return the drafter and the numbers of draft tokens, as the configuration asks; None: no
+    speculation. Reads no weights. Raises ConfigError for an invalid setting."""
+    return choose_speculation(config, model_path, ledger)
 
 
 def model(
@@ -144,7 +149,7 @@ def model(
     speculation: Speculation | None,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
-) -> Model:
+) -> LoadedModel:
     """Load the model on the stream thread and return it; waits. `progress("loading weights", done,
     total)` is called on the stream thread. If the wait is interrupted, loading stops at its next
     progress. Raises ConfigError for a context beyond the checkpoint's, a dtype that the device does
@@ -156,42 +161,75 @@ def model(
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)
-    stopped = threading.Event()
 
-    def told(done: int, total: int) -> None:
-        if stopped.is_set():
-            raise InterruptedError("the start was cancelled")
-        progress("loading weights", done, total)
-
-    def load() -> Model:
+    def load(told: Callable[[int, int], None]) -> LoadedModel:
         return load_model(
             model_path,
             model_config,
             dtype=getattr(mx, dtype.effective),
             max_positions=config.max_model_len or model_config.context_length,
-            parts=LinearParts.of_processor(hardware.streams)
-            if hardware.kind == "cpu"
-            else LinearParts(hardware.streams),
+            parts=hardware.parts,
             progress=told,
             check=partial(check_model, speculation),
         )
 
-    try:
-        model = stream_thread.call(load)
-    except BaseException:
-        stopped.set()
-        raise
+    model = _loaded(stream_thread, load, partial(progress, "loading weights"))
     if model.quantization != "none":
         ledger.record(Row("weights", "auto", model.quantization, "the checkpoint's own", "another checkpoint"))
     return model
 
 
+def _loaded(stream_thread: StreamThread, load: Callable[..., T], progress: Callable[[int, int], None]) -> T:
+    """Return `load(progress)`, run on the stream thread. If this thread is interrupted, loading
+    ends at the next weight."""
+    stopped = threading.Event()
+
+    def told(done: int, total: int) -> None:
+        if stopped.is_set():
+            raise InterruptedError("the start was cancelled")
+        progress(done, total)
+
+    try:
+        return stream_thread.call(load, told)
+    except BaseException:
+        stopped.set()
+        raise
+
+
+def draft(
+    stream_thread: StreamThread,
+    hardware: Hardware,
+    config: EngineConfig,
+    model: LoadedModel,
+    speculation: Speculation | None,
+    ledger: DecisionLedger,
+    progress: Callable[[str, int, int], None],
+) -> Draft | None:
+    """Load the draft model; None: there is none. Waits. Raises ConfigError if it does not fit the
+    model."""
+    if speculation is None or speculation.folder is None:
+        return None
+    own = {"parts": hardware.parts, "ledger": ledger}
+    folder, kind = speculation.folder, speculation.kind
+
+    def load(told: Callable[[int, int], None]) -> Draft:
+        return load_draft(config, folder, kind, model, progress=told, **own)
+
+    return _loaded(stream_thread, load, partial(progress, "loading the draft"))
+
+
 def sizes(
-    config: EngineConfig, facts: Facts, model: Model, device_memory: MemoryBudget, ledger: DecisionLedger
+    config: EngineConfig,
+    facts: Facts,
+    model: Model,
+    draft: Draft | None,
+    device_memory: MemoryBudget,
+    ledger: DecisionLedger,
 ) -> MemorySizes:
     """Return the number of pages and of request slots, and the context length, from the memory that
     the weights leave. Raises ConfigError if it is too little."""
     cell = 0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype)
+    cell += 0 if draft is None else cell_bytes(draft.model.layers, draft.model.dtype)
     page_size = config.page_size or facts.page_size
     return size_pools(
         config,
@@ -203,10 +241,12 @@ def sizes(
     )
 
 
-def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes: MemorySizes) -> DeviceState:
-    """Allocate the KV cache of every layer (none for an encoder), and the recurrent states and last
-    tokens of every request slot; return them. With `poison` KV cache and states hold NaN, so that
-    reads of unwritten memory show. Waits."""
+def pools(
+    stream_thread: StreamThread, config: EngineConfig, model: Model, draft: Draft | None, sizes: MemorySizes
+) -> DeviceState:
+    """Allocate the KV cache of every layer (none for an encoder), of the draft too, and the
+    recurrent states and last tokens of every request slot; return them. With `poison` KV cache and
+    states hold NaN, so that reads of unwritten memory show. Waits."""
     fill = float("nan") if config.poison else 0.0
 
     def make() -> DeviceState:
@@ -214,6 +254,8 @@ def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes
         cells = [] if model.config.is_encoder else make_cells(model.layers, model.dtype, num_cells, fill)
         states = StatePool(model.states, sizes.max_requests, sizes.num_snapshots, config.poison)
         state = DeviceState(cells, states, mx.zeros((sizes.max_requests + 1,), mx.int32))
+        if draft is not None:
+            state.draft_cells = make_cells(draft.model.layers, draft.model.dtype, num_cells, fill)
         mx.eval(state.arrays())
         return state
 
@@ -230,6 +272,32 @@ def attention(
 ) -> DecodeAttention:
     """Return the attention backend for decode requests, of one token or a few to verify; prompts
     always use `attention/dense.py`. Raises ConfigError as `select_attention` does."""
+    return _selected(config, package, hardware, model, sizes, ledger)
+
+
+def draft_attention(
+    config: EngineConfig,
+    package: DevicePackage,
+    hardware: Hardware,
+    draft: Draft | None,
+    sizes: MemorySizes,
+    ledger: DecisionLedger,
+) -> DecodeAttention | None:
+    """Return the attention backend for the draft model's verified tokens; its draft tokens use
+    `attention/tail.py`. None: there is no draft. Raises ConfigError as `select_attention` does."""
+    if draft is None:
+        return None
+    return _selected(config, package, hardware, draft.model, sizes, ledger.about("draft"))
+
+
+def _selected(
+    config: EngineConfig,
+    package: DevicePackage,
+    hardware: Hardware,
+    model: Model,
+    sizes: MemorySizes,
+    ledger: DecisionLedger,
+) -> DecodeAttention:
     page_size = sizes.page_size
     kind = select_attention(
         package.attention,
@@ -238,6 +306,7 @@ def attention(
         head_dims=tuple(dict.fromkeys(layer.head_dim for layer in model.layers)),
         page_size=page_size,
         compute=hardware.kind,
+        has_latent=any(layer.value_dim is not None for layer in model.layers),
         ledger=ledger,
     )
     return kind(model.layers, page_size, hardware.streams)
@@ -264,6 +333,12 @@ def slices(config: EngineConfig, model: Model, speculation: Speculation | None, 
     return budget
 
 
+def options(config: EngineConfig, computing: Computing) -> StepperOptions:
+    """Return how steps are compiled, and for which numbers of requests."""
+    buckets = config.graph_buckets if "graph_buckets" in config.sources else ()
+    return {"compiles": computing.compiles, "compiles_draw": computing.compiles_draw, "row_buckets": buckets}
+
+
 def worker(
     stream_thread: StreamThread,
     config: EngineConfig,
@@ -272,10 +347,12 @@ def worker(
     sizes: MemorySizes,
     pools: DeviceState,
     attention: DecodeAttention,
-    computing: Computing,
+    options: StepperOptions,
     residency: Residency,
     slices: int | None,
     speculation: Speculation | None,
+    draft: Draft | None,
+    draft_attention: DecodeAttention | None,
 ) -> MlxWorker:
     """Make the worker that the scheduler submits to, with its limits. With speculation it is a
     `SpeculativeWorker`, otherwise the class that the package names."""
@@ -300,18 +377,16 @@ def worker(
         slice_budget=slices or 0,
     )
     if speculation is not None:
-        limits = speculation.limits_of(limits)
+        limits = speculation.limits_of(limits, 0 if draft is None else drafter_type(draft).lookahead)
 
     def make() -> Stepper:
-        parts = (model, attention, pools, sizes)
-        options: dict[str, Any] = {
-            "compiles": computing.compiles,
-            "compiles_draw": computing.compiles_draw,
-            "row_buckets": config.graph_buckets if "graph_buckets" in config.sources else (),
-        }
+        parts = (model if draft is None else draft.target, attention, pools, sizes)
         if speculation is None:
             return Stepper(*parts, **options)
-        return SpeculativeStepper(*parts, tokens=speculation.tokens, **options)
+        if draft is None or draft_attention is None:
+            return SpeculativeStepper(*parts, tokens=speculation.tokens, **options)
+        given = DraftParts(draft, draft_attention, sizes.page_size, options["compiles"])
+        return DraftStepper(*parts, model_drafter=drafter_type(draft)(given), tokens=speculation.tokens, **options)
 
     given = stream_thread.call(make), stream_thread, limits, residency.close
     if speculation is not None:
@@ -328,11 +403,15 @@ BRING_UP = BringUp(
         computing,
         speculation,
         model,
+        draft,
         device_memory,
         sizes,
         pools,
         attention,
+        draft_attention,
         slices,
+        options,
         worker,
+        trial,
     )
 )

@@ -4,7 +4,8 @@ cache."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,8 +15,9 @@ from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.step.host_values import host_reader, make_batch
 from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
 from sglcore_mlx.attention.encoder import EncoderRows
+from sglcore_mlx.attention.indexed import ChoosingPlan
 from sglcore_mlx.attention.prompt import PromptPlan, PromptRow
-from sglcore_mlx.forward_batch import Advance, ForwardBatch, States, arrays_of
+from sglcore_mlx.forward_batch import Advance, ForwardBatch, IndexQueries, States, arrays_of
 from sglcore_mlx.inputs import SingleRows, extend_values, parts_of
 from sglcore_mlx.models.contract import LayerShape, Model
 from sglcore_mlx.pool import DeviceState, PageTable, store
@@ -52,31 +54,90 @@ class DecodeForward:
     ) -> tuple[list[mx.array], list[mx.array], list[States]]:
         """Like `__call__`, with `input_ids` in the fields. The number of tokens may be a multiple
         of the page table's rows: then consecutive tokens share a row."""
+        batch, step = self._batch(fields, page_table, cells, states)
+        return self._outputs(batch)[: 1 + self.num_hidden], step.cells, step.states
+
+    def rows_to_verify(
+        self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
+    ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
+        """Like `rows`, with N tokens of each request; return logits followed by at least one array
+        of hidden states [B * N, H], the KV cache, and the inputs of each layer's recurrence,
+        [B, N, ...]. `advanced` makes the states of them, when the accepted tokens are known."""
+        batch, step = self._batch(fields, page_table, cells, states)
+        return self._outputs(batch), step.cells, step.inputs
+
+    def _outputs(self, batch: ForwardBatch) -> list[mx.array]:
+        """Return logits, hidden states, and with `num_hidden` 2 those before the last norm."""
+        hidden = self.model.with_norm_inputs(batch) if self.num_hidden > 1 else (self.model(batch),)
+        return [self.model.logits(hidden[0]), *hidden]
+
+    def advanced(self, states: list[States], inputs: list[list[mx.array]], lens: mx.array) -> list[States]:
+        """Return the states, by layer, after the first `lens` int32[B] tokens of each request;
+        `states` before them, and `inputs` as `rows_to_verify` returned them."""
+        given = zip(self.model.advances, states, inputs, strict=True)
+        return [advance(before, *each, lens=lens)[1] for advance, before, each in given]
+
+    def hidden(
+        self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
+    ) -> tuple[mx.array, list[mx.array], list[States]]:
+        """Like `rows`, with hidden states [B, H] in place of logits."""
+        batch, step = self._batch(fields, page_table, cells, states)
+        return self.model(batch), step.cells, step.states
+
+    def _batch(
+        self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
+    ) -> tuple[ForwardBatch, _Decoding]:
+        """Return the inputs of the model, and what its layers read and replace."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
-        step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
+        step = _Decoding(
+            plan, page_table.shape[0], fields["out_cache_loc"], self.model.layers, list(cells), list(states)
+        )
         rows = fields["seq_lens"].shape[0]
         own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows}
-        own |= {"attend": step.attend, "recur": step.recur}
-        batch = make_batch(self.batch_type, {**fields, **own})
-        hidden = self.model.with_norm_inputs(batch) if self.num_hidden > 1 else (self.model(batch),)
-        return [self.model.logits(hidden[0]), *hidden[: self.num_hidden]], step.cells, step.states
+        own |= {"attend": step.attend, "store": step.store, "recur": step.recur}
+        return make_batch(self.batch_type, {**fields, **own}), step
 
 
 @dataclass(slots=True)
 class _Decoding:
-    plan: AttentionPlan
-    out_cache_loc: mx.array
-    layers: Sequence[LayerShape]
-    cells: list[mx.array]
-    states: list[States]
+    """What the layers of a decode forward read and replace."""
 
-    def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    plan: AttentionPlan
+    """The attention of its queries."""
+    requests: int
+    """B; each has the same number of tokens."""
+    out_cache_loc: mx.array
+    """int32 [T]: the KV slot of each token."""
+    layers: Sequence[LayerShape]
+    """The model's attention layers."""
+    cells: list[mx.array]
+    """The KV cache, by layer."""
+    states: list[States]
+    """The recurrent states, by state id."""
+    chosen: mx.array | None = None
+    """What the last indexer selected."""
+    inputs: list[list[mx.array]] = field(default_factory=list)
+    """The inputs of each layer's recurrence, by state id."""
+
+    def attend(
+        self, layer_id: int, q: mx.array, k: mx.array, v: mx.array | None, index: IndexQueries | None = None
+    ) -> mx.array:
+        self.store(layer_id, k, v)
+        kv, layer = self.cells[layer_id], self.layers[layer_id]
+        if index is not None:
+            self.chosen = _choosing(self.plan).choose(index, kv, layer)
+        if self.chosen is None:
+            return self.plan.forward(q, kv, layer)
+        return _choosing(self.plan).forward_chosen(q, kv, layer, self.chosen)
+
+    def store(self, layer_id: int, k: mx.array, v: mx.array | None) -> None:
         self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
-        return self.plan.forward(q, self.cells[layer_id], self.layers[layer_id])
 
     def recur(self, layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
-        out, self.states[layer_id] = advance(self.states[layer_id], *(each[:, None] for each in inputs))
-        return out[:, 0]
+        assert layer_id == len(self.inputs), "layers with states run in the order of their ids"
+        self.inputs.append([each.reshape(self.requests, -1, *each.shape[1:]) for each in inputs])
+        out, self.states[layer_id] = advance(self.states[layer_id], *self.inputs[-1])
+        return out.reshape(-1, *out.shape[2:])
 
 
 @dataclass(slots=True)
@@ -111,6 +172,24 @@ def begin_extend(
     these layers. During that call attention writes keys and values to the KV cache in `state`;
     recurrent states begin as those of the requests in `state`, and `Extend.leave` stores them after
     the layers. Builds the lazy graph only."""
+    ids = resolve_ids(batch.input_ids, state.last)
+    states = state.states.take(batch, batch.batch_size)
+    return extend_inputs(attention, layers, batch, table, state.cells, states, batch_type, input_ids=ids)
+
+
+def extend_inputs(
+    attention: DecodeAttention,
+    layers: Sequence[LayerShape],
+    batch: ScheduleBatch,
+    table: PageTable,
+    cells: list[mx.array],
+    states: list[States],
+    batch_type: type[ForwardBatch] = ForwardBatch,
+    **given: mx.array,
+) -> Extend:
+    """Return the inputs of any batch for one call of a model with these layers, which writes keys
+    and values to `cells` and begins with `states`. `given`: values of fields, `input_ids` among
+    them. Builds the lazy graph only."""
     reader = host_reader(batch_type, is_decode=False)
     values = extend_values(reader, batch, table)
     parts: list[_Singles | PromptPlan] = []
@@ -119,10 +198,9 @@ def begin_extend(
         is_prompt = isinstance(part, PromptRow)
         parts.append(part.plan(layers) if is_prompt else _singles(part, attention, batch, table))
         rows.append(1 if is_prompt else part.last - part.first)
-    own = {"input_ids": resolve_ids(batch.input_ids, state.last), "out_cache_loc": mx.array(values["out_cache_loc"])}
-    states = state.states.take(batch, batch.batch_size)
-    step = _Extending(parts, rows, own["out_cache_loc"], layers, state.cells, list(states))
-    own |= {"attend": step.attend, "recur": step.recur}
+    own: dict[str, Any] = {**given, "out_cache_loc": mx.array(values["out_cache_loc"])}
+    step = _Extending(parts, rows, own["out_cache_loc"], layers, cells, list(states))
+    own |= {"attend": step.attend, "store": step.store, "recur": step.recur}
     return Extend(batch, make_batch(batch_type, {**values, **arrays_of(reader, values), **own}), step)
 
 
@@ -163,6 +241,11 @@ def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
     return mx.where(ids < 0, last[mx.array(np.maximum(-input_ids, 0))], ids)
 
 
+def _choosing(plan: AttentionPlan) -> ChoosingPlan:
+    assert isinstance(plan, ChoosingPlan), "only backends that take latent entries run layers with an indexer"
+    return plan
+
+
 @dataclass(frozen=True, slots=True)
 class _Singles:
     """A part of an extend forward: the tokens [start, end) of consecutive requests with one token
@@ -172,8 +255,21 @@ class _Singles:
     end: int
     plan: AttentionPlan
 
-    def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        return self.plan.forward(q[self.start : self.end], kv, layer)
+    def choose(self, index: IndexQueries, k: mx.array, kv: mx.array, layer: LayerShape) -> mx.array | None:
+        return _choosing(self.plan).choose(index.of(slice(self.start, self.end)), kv, layer)
+
+    def forward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array | None,
+        kv: mx.array,
+        layer: LayerShape,
+        chosen: mx.array | None = None,
+    ) -> mx.array:
+        if chosen is None:
+            return self.plan.forward(q[self.start : self.end], kv, layer)
+        return _choosing(self.plan).forward_chosen(q[self.start : self.end], kv, layer, chosen)
 
 
 def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch, table: PageTable) -> _Singles:
@@ -196,11 +292,22 @@ class _Extending:
     layers: Sequence[LayerShape]
     cells: list[mx.array]
     states: list[States]
+    chosen: Sequence[mx.array | None] = ()
+    """What the last indexer selected, for each part."""
 
-    def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        kv = self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
-        mixed = [part.forward(q, k, v, kv, self.layers[layer_id]) for part in self.parts]
+    def attend(
+        self, layer_id: int, q: mx.array, k: mx.array, v: mx.array | None, index: IndexQueries | None = None
+    ) -> mx.array:
+        self.store(layer_id, k, v)
+        kv, layer = self.cells[layer_id], self.layers[layer_id]
+        if index is not None:
+            self.chosen = [part.choose(index, k, kv, layer) for part in self.parts]
+        chosen = self.chosen or [None] * len(self.parts)
+        mixed = [part.forward(q, k, v, kv, layer, each) for part, each in zip(self.parts, chosen, strict=True)]
         return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)
+
+    def store(self, layer_id: int, k: mx.array, v: mx.array | None) -> None:
+        self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
 
     def recur(self, layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
         before, first = self.states[layer_id], 0

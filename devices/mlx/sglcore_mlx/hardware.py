@@ -11,6 +11,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from sglcore.device.ledger import Row
+from sglcore_mlx.layers.linear import LinearParts
 
 PROCESSOR_STREAMS = 2
 """On the CPU, linear layers and attention are split over at most this number of streams; each is a
@@ -33,6 +34,11 @@ class Hardware:
     def has_metal(self) -> bool:
         """Whether it is Apple's GPU."""
         return self.kind == "metal"
+
+    @property
+    def parts(self) -> LinearParts:
+        """The fastest products and rotations."""
+        return LinearParts.of_processor(self.streams) if self.kind == "cpu" else LinearParts(self.streams)
 
 
 def open_hardware(threads: int | None) -> Hardware:

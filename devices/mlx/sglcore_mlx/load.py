@@ -17,12 +17,12 @@ from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.models import layer_kinds as models
 from sglcore.models.architecture_registry import model_class
 from sglcore.models.layer_kinds import Architecture
-from sglcore_mlx.forward_batch import ForwardBatch
+from sglcore_mlx.forward_batch import Advance, ForwardBatch
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.layers.quantization import read_quantization
 from sglcore_mlx.layers.weights import Weights
-from sglcore_mlx.models.contract import Model, SlicedModel
+from sglcore_mlx.models.contract import SlicedModel
 
 MAPPED = ("F32", "F16", "BF16", "U32", "U8", "I64", "I32", "I16", "I8", "U16", "BOOL")
 """The element types that MLX maps."""
@@ -35,37 +35,37 @@ class LoadedModel:
     contract; `classify` and `logits` are the architecture's."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
+        self.architecture: Any = architecture
         self.config = architecture.config
         self.dtype = weights.dtype
         self.layers = architecture.attention_layers
         self.states = tuple(layer.kept for layer in architecture.state_layers)
+        self.advances: tuple[Advance, ...] = tuple(layer.advance for layer in architecture.state_layers)
         self.num_bytes = weights.num_bytes
         self.quantization = weights.forms
         self.logits = architecture.logits
         self.classify = architecture.classify
         self.with_norm_inputs = architecture.with_norm_inputs
-        self._architecture = architecture
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
         """Return hidden states [T, H] after the last norm. Lazy."""
-        return self._architecture(batch)
+        return self.architecture(batch)
 
     @property
     def against_norm_inputs(self) -> str:
         """Why `with_norm_inputs` raises; empty if it does not."""
-        return self._architecture.against_norm_inputs
+        return self.architecture.against_norm_inputs
 
     @property
     def sliced_layers(self) -> int:
         """The number of layers if a forward can run in slices of layers; 0: only whole."""
-        return self._architecture.sliced_layers
+        return self.architecture.sliced_layers
 
     @property
     def sliced(self) -> SlicedModel:
         """The model as one that runs slices of layers; to be used only if `sliced_layers` is not 0,
         which is not checked."""
-        found: Any = self._architecture
-        return found
+        return self.architecture
 
 
 def load_model(
@@ -78,22 +78,25 @@ def load_model(
     progress: Callable[[int, int], None],
     architectures: Mapping[str, str] = EMPTY,
     check: Callable[[Architecture], None] = lambda model: None,
-) -> Model:
+    given: Mapping[str, Any] = EMPTY,
+) -> LoadedModel:
     """Load the model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits
     until every weight is read.
 
     `progress` is called with the bytes of weights read so far and of all; `architectures` adds to
-    the registry; `check` is called with the model before weights are read. Peak memory is that of
+    the registry; `check` is called with the model before weights are read; `given`: layers of
+    another model that replace this model's own, by name. Peak memory is that of
     the weights plus the largest one. Raises `CheckpointError` for files that are missing, damaged,
     or of another model, `ConfigError` for an unsupported model or quantisation.
     """
     model_type = model_class(config.architecture, architectures)
-    quantization = read_quantization(config.raw, model_type.own_name)
-    entries, arrays = _tensors(checkpoint_files(folder), model_type.own_name)
+    own_name = model_type.naming(config)
+    quantization = read_quantization(config.raw, own_name)
+    entries, arrays = _tensors(checkpoint_files(folder), own_name)
     weights = Weights(entries, arrays, dtype, quantization)
     arrays.clear()  # a second reference would keep a tensor in memory after it is read
     # `Build` refuses unsupported kinds of layers by name when a model asks for them.
-    model = model_type(cast("models.Build", Build(config, weights, parts, max_positions)))
+    model = model_type(cast("models.Build", Build(config, weights, parts, max_positions, given=given)))
     if config.is_encoder and model.state_layers:
         raise ConfigError(
             f"{config.architecture} keeps recurrent states, and an embedding runs without them",

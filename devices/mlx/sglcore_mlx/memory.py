@@ -21,10 +21,10 @@ PROCESSOR_SHARE = 0.5
 """The share of the CPU's memory, which other programs use too."""
 
 
-def device_memory(model: object) -> MemoryBudget:
-    """Bring-up step: return the memory budget for the KV cache after the weights are loaded.
-    Weights that were not evaluated do not count. `model` is not read: the parameter makes the step
-    run after loading.
+def device_memory(model: object, draft: object) -> MemoryBudget:
+    """Bring-up step: return the memory budget for the KV cache after the weights are loaded, those
+    of the draft model too. Weights that were not evaluated do not count. The parameters are not
+    read: they make the step run after loading.
 
     First releases memory that MLX caches for later arrays, so that it counts as free.
     """

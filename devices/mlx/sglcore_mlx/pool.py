@@ -4,7 +4,8 @@ recurrent states, each request slot's last token and token history, and draft to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 
 import mlx.core as mx
 import numpy as np
@@ -20,23 +21,29 @@ from sglcore_mlx.states import StatePool
 
 def cell_bytes(layers: Sequence[LayerShape], dtype: mx.Dtype) -> int:
     """Return the bytes of one token's keys and values in all layers."""
-    return sum(2 * layer.num_kv_heads * layer.head_dim * dtype.size for layer in layers)
+    return sum(prod(layer.entry) * dtype.size for layer in layers)
 
 
 def make_cells(layers: Sequence[LayerShape], dtype: mx.Dtype, num_cells: int, fill: float) -> list[mx.array]:
-    """Allocate the KV cache and return one array for each layer, [num_cells, 2, kv_heads,
-    head_dim]: keys at 0, values at 1 of the second dimension. Every element is `fill`. Waits."""
-    cells = [mx.full((num_cells, 2, layer.num_kv_heads, layer.head_dim), fill, dtype) for layer in layers]
+    """Allocate the KV cache and return one array for each layer, [num_cells, *entry], by the
+    layer's `entry`. Every element is `fill`. Waits."""
+    cells = [mx.full((num_cells, *layer.entry), fill, dtype) for layer in layers]
     mx.eval(cells)
     return cells
 
 
-def store(cells: mx.array, out_cache_loc: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """Return `cells` [KV slots, 2, kv_heads, D] with k and v [T, kv_heads, D] at KV slots
-    `out_cache_loc` int32 [T]; the array passed in may be overwritten, and must not be used
-    again."""
-    cells[out_cache_loc] = mx.stack([k, v], axis=1).astype(cells.dtype)
+def store(cells: mx.array, out_cache_loc: mx.array, k: mx.array, v: mx.array | None) -> mx.array:
+    """Return `cells` [KV slots, *entry] with k and v [T, kv_heads, D] at KV slots `out_cache_loc`
+    int32 [T]; the array passed in may be overwritten, and must not be used again. `v` None: keys
+    only, as `entry_of`."""
+    cells[out_cache_loc] = entry_of(k, v).astype(cells.dtype)
     return cells
+
+
+def entry_of(k: mx.array, v: mx.array | None) -> mx.array:
+    """Return cache entries [T, 2, kv_heads, D] of keys and values, or [T, 1, kv_heads, D] of keys
+    of which the values are a part."""
+    return k[:, None] if v is None else mx.stack([k, v], axis=1)
 
 
 class PageTable:
@@ -67,13 +74,15 @@ class DeviceState:
     """Lazy arrays that one step hands to the next. `cells`: the KV cache of each layer; `states`:
     the recurrent states; `last` int32 [slots + 1]: the last sampled token of each request slot;
     `history` int32 [slots + 1, context + 1]: all tokens, made when sampling first needs them;
-    `drafts`: draft tokens, with speculation."""
+    `drafts`: draft tokens, with speculation; `draft_cells`: the KV cache of each layer of the draft
+    model, in the pages of `cells`."""
 
     cells: list[mx.array]
     states: StatePool
     last: mx.array
     history: mx.array | None = None
     drafts: Drafts | None = None
+    draft_cells: list[mx.array] = field(default_factory=list)
 
     @property
     def made_history(self) -> mx.array:
@@ -85,4 +94,4 @@ class DeviceState:
         """Return all arrays of the state as a list, so that one call evaluates them."""
         history = () if self.history is None else (self.history,)
         drafts = () if self.drafts is None else (self.drafts.lengths, self.drafts.proposals)
-        return [*self.cells, *self.states.arrays(), self.last, *history, *drafts]
+        return [*self.cells, *self.draft_cells, *self.states.arrays(), self.last, *history, *drafts]

@@ -3,7 +3,7 @@ the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from sglcore.step.tables import new_history
 from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.sampling.sampler import Sampler
-from sglcore_mlx.sampling.state import place_state
+from sglcore_mlx.sampling.state import ROW_FIELDS, place_state
 
 Arrays = Mapping[str, mx.array]
 
@@ -87,6 +87,19 @@ class SampleStep:
         """Return whether the last sampling had the composition `number` and does not depend on
         lengths on the host (no penalties), so that no new inputs are needed."""
         return self._known[0].number == number and not self._known[0].needs.any_penalty
+
+    def drafting(self, width: int) -> Callable[[mx.array, mx.array], mx.array]:
+        """Return `draw(logits [B, V], positions int32[B]) -> int32[B]` for the B requests of the
+        last sampling, which had `width` rows of each. It uses their temperature, cut-offs and
+        noise, without penalties, biases, XTC and masks. Queues only."""
+        host, parts = self._known
+        needs = replace(host.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
+        own = {name: parts[name][::width] for name in ROW_FIELDS if name in parts}
+
+        def draw(logits: mx.array, positions: mx.array) -> mx.array:
+            return self._sampler.sample(logits, place_state(needs, positions, own)).token_ids
+
+        return draw
 
     def make_history(self, state: DeviceState) -> None:
         """Allocate the history in `state` (zeros) if it is not there, even if sampling does not

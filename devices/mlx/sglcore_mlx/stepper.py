@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Required, TypeAlias, TypedDict
 
 import mlx.core as mx
 
@@ -19,7 +19,7 @@ from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.emitting_rows import RowPlan, plan_rows
 from sglcore.step.hidden_rows import HiddenRows, hidden_rows, take_states
-from sglcore.step.sampling_arrays import score_prompts
+from sglcore.step.sampling_arrays import SamplingInputs, score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
 from sglcore_mlx.attention.contract import DecodeAttention
@@ -57,6 +57,14 @@ class Health:
         """Raise RuntimeError if a step has failed, with the first failure's text."""
         if self._failure:
             raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
+
+
+class StepperOptions(TypedDict, total=False):
+    """The keyword arguments of `Stepper`."""
+
+    compiles: Required[bool]
+    compiles_draw: bool
+    row_buckets: tuple[int, ...]
 
 
 class Stepper:
@@ -134,23 +142,32 @@ class Stepper:
             step.set_result(None)
 
     def _generate(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
+        if not batch.forward_mode.is_decode:
+            return self._prefill(batch)[0]
+        rows, inputs, arrived = self._admit(batch)
+        logits, captured, path = self._decode_logits(batch)
+        tokens = self._sampling.run(batch, rows, logits, inputs, arrived, self._state)
+        return StepOutput(rows, path, tokens, {}, hidden=captured)
+
+    def _prefill(self, batch: ScheduleBatch) -> tuple[StepOutput[mx.array], mx.array]:
+        """Return the output of a step with prompts, and the model's output [T, H] for its
+        tokens."""
+        rows, inputs, arrived = self._admit(batch)
+        wanted, given = hidden_rows(batch), (self._attention, batch, self._table, self._state, self._batch_type)
+        hidden, before = extend_forward(self._model, *given)
+        prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
+        logits = self._logits(hidden[arrived["last"]])
+        tokens = self._sampling.run(batch, rows, logits, inputs, arrived, self._state)
+        return StepOutput(rows, "eager", tokens, prompt, hidden=self._read_back(wanted, hidden, before)), hidden
+
+    def _admit(self, batch: ScheduleBatch) -> tuple[RowPlan, SamplingInputs, dict[str, mx.array]]:
+        """Take in the pages and the history of a batch. Return its emitting rows, and the inputs of
+        sampling on the host and as arrays."""
         rows = plan_rows(batch)
         self._table.append(batch)
         self._sampling.admit(batch, self._state)
         inputs = self._sampling.inputs(batch, rows)
-        arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
-        prompt: dict[int, Logprobs[mx.array]] = {}
-        if batch.forward_mode.is_decode:
-            logits, captured, path = self._decode_logits(batch)
-        else:
-            wanted = hidden_rows(batch)
-            given = self._model, self._attention, batch, self._table, self._state, self._batch_type
-            hidden, before = extend_forward(*given)
-            prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
-            logits, path = self._logits(hidden[arrived["last"]]), "eager"
-            captured = read_back(wanted, hidden, before)
-        tokens = self._sampling.run(batch, rows, logits, inputs, arrived, self._state)
-        return StepOutput(rows, path, tokens, prompt, hidden=captured)
+        return rows, inputs, {name: mx.array(values) for name, values in inputs.arrays.items()}
 
     def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
         """Run the layers first <= i < last of the open prompt and return the step's output, without
@@ -170,16 +187,12 @@ class Stepper:
         scores = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
         logits, host = self._logits(hidden[arrived["last"]]), prompt.extend.host
         tokens = self._sampling.run(host, prompt.rows, logits, inputs, arrived, self._state)
-        return StepOutput(prompt.rows, path, tokens, scores, hidden=read_back(prompt.wanted, hidden, before))
+        return StepOutput(prompt.rows, path, tokens, scores, hidden=self._read_back(prompt.wanted, hidden, before))
 
     def _begin(self, batch: ScheduleBatch) -> OpenPrompt:
         """Open a prompt before its first layer: store its pages and known tokens, and return it
         with its embeddings."""
-        rows = plan_rows(batch)
-        self._table.append(batch)
-        self._sampling.admit(batch, self._state)
-        inputs = self._sampling.inputs(batch, rows)
-        arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
+        rows, inputs, arrived = self._admit(batch)
         given = self._attention, self._model.layers, batch, self._table, self._state, self._batch_type
         wanted = hidden_rows(batch)
         extend = begin_extend(*given)
@@ -215,7 +228,19 @@ class Stepper:
             fields, mx.array(given.page_table), state.last, state.cells, states
         )
         state.states.leave(batch, states)
-        return logits[:count], read_back(wanted, *hidden), f"compiled:{size}" if self._compiles else "eager"
+        return logits[:count], self._read_back(wanted, *hidden), f"compiled:{size}" if self._compiles else "eager"
+
+    def _read_back(
+        self, wanted: HiddenRows | None, hidden: mx.array | None = None, before: mx.array | None = None
+    ) -> Captured | None:
+        """Return the requested hidden states of a step with their rows; None: the step requests
+        none. `hidden` and `before` [T, H]: those of the whole step; features of a draft may follow
+        the H elements of `hidden`. Queues only."""
+        if wanted is None or hidden is None:
+            return None
+        arrived = {name: mx.array(tokens) for name, tokens in wanted.arrays.items()}
+        after = hidden[:, : self._model.config.hidden_size]
+        return wanted, take_states(arrived, after, before, _taken, mx.concatenate)
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Run whole sequences and return the step's output, with each request's pooled hidden
@@ -242,17 +267,6 @@ def hidden_arrays(batch: ScheduleBatch, wanted: HiddenRows | None) -> int:
     if wanted is None:
         return 0
     return 2 if batch.return_hidden_states_before_norm.is_set else 1
-
-
-def read_back(
-    wanted: HiddenRows | None, hidden: mx.array | None = None, before: mx.array | None = None
-) -> Captured | None:
-    """Return the requested hidden states of a step with their rows; None: the step requests none.
-    `hidden` and `before` [T, H]: those of the whole step. Queues only."""
-    if wanted is None or hidden is None:
-        return None
-    arrived = {name: mx.array(tokens) for name, tokens in wanted.arrays.items()}
-    return wanted, take_states(arrived, hidden, before, _taken, mx.concatenate)
 
 
 def _taken(states: mx.array, tokens: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,12 +16,12 @@ Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 class StreamThread:
     """A daemon thread that runs calls one after the other, in the order in which they were posted.
-    Making the object starts it."""
+    Making the object starts it. Each of its users closes it; the last one ends it."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="sglcore-mlx", daemon=True)
-        self._closed = False
+        self._closed, self._users = False, 1
         self._thread.start()
 
     @property
@@ -44,9 +44,21 @@ class StreamThread:
         RuntimeError if the thread is not running. Must not be called on the thread itself."""
         return self.post(call, *args, **kwargs).result()
 
+    def share(self) -> Self:
+        """Add a user, and return this thread."""
+        self._users += 1
+        return self
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last user has closed it."""
+        return self._closed
+
     def close(self) -> None:
-        """Finish all posted calls and end the thread; waits. A second call does nothing."""
-        if self.is_running:
+        """For the last user: finish all posted calls and end the thread; waits. Further calls do
+        nothing."""
+        self._users -= 1
+        if self._users <= 0 and self.is_running:
             self._closed = True
             self._jobs.put(None)
             self._thread.join()

@@ -24,9 +24,9 @@ class MlxWorker:
     def __init__(
         self, stepper: Stepper, thread: StreamThread, limits: Limits, at_close: Callable[[], None] = lambda: None
     ) -> None:
-        """`at_close` is called once, after everything has ended. A worker that is garbage
-        collected, or alive when the interpreter ends, is closed then: MLX must not run while Python
-        shuts down."""
+        """`at_close` is called once, after the thread has ended; other workers may use it too. A
+        worker that is garbage collected, or alive when the interpreter ends, is closed then: MLX
+        must not run while Python shuts down."""
         self._end = weakref.finalize(self, _end, stepper, thread, at_close)
         self._stepper: Stepper | None = stepper
         self._health = stepper.health
@@ -79,4 +79,5 @@ def _end(stepper: Stepper, thread: StreamThread, at_close: Callable[[], None]) -
         thread.close()
         mx.clear_cache()
     finally:
-        at_close()
+        if thread.has_ended:
+            at_close()

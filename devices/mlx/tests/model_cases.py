@@ -12,6 +12,7 @@ import numpy as np
 
 from sglcore.checkpoint.model_config import read_config
 from sglcore_mlx.attention import dense
+from sglcore_mlx.attention.indexed import chosen_mask
 from sglcore_mlx.forward_batch import Advance, Attend, ForwardBatch, Recur
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
@@ -48,10 +49,17 @@ def split_parts() -> LinearParts:
 def causal(model: Model) -> Attend:
     """Causal attention within each layer's window."""
 
-    def attend(layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    chosen: list[mx.array] = []
+
+    def attend(layer_id: int, q: mx.array, k: mx.array, v: mx.array | None, index: Any = None) -> mx.array:
         shape, at = model.layers[layer_id], mx.arange(q.shape[0])
         distance = at[:, None] - at[None, :]
         seen = (distance >= 0) & (distance < (shape.sliding_window or q.shape[0]))
+        if index is not None and q.shape[0] > shape.top_k:
+            chosen[:] = [chosen_mask(index, shape.index_keys(k[:, None]), seen, shape.top_k)]
+        seen = chosen[0] if chosen and shape.top_k else seen
+        if v is None:
+            k, v = shape.parts(k[:, None])
         queries, keys, values = (x.transpose(1, 0, 2)[None] for x in (q, k, v))
         return dense.attend(queries, keys, values, seen, shape)[0].transpose(1, 0, 2)
 

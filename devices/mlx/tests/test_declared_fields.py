@@ -51,6 +51,8 @@ class Weighing:
     def __init__(self, model: Any) -> None:
         self.config, self.dtype, self.layers, self.states = model.config, model.dtype, model.layers, model.states
         self.logits, self.sliced_layers, self.sliced = model.logits, 0, model.sliced
+        self.advances, self.against_norm_inputs = model.advances, model.against_norm_inputs
+        self.with_norm_inputs = model.with_norm_inputs
         self.num_bytes, self.quantization, self.classify = model.num_bytes, model.quantization, model.classify
         self._model = model
 

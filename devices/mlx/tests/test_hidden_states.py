@@ -87,6 +87,33 @@ def test_only_accepted_draft_tokens_have_states(tiny: tuple[Path, Any], graph: s
     assert sum(session.scheduler.drafts.values()) > 0
 
 
+def test_accepted_draft_tokens_on_recurrent_states_have_states(tmp_path: Path) -> None:
+    from tests.checkpoints import save
+
+    model = make_model("qwen3-next")
+    settings = {"speculative": "ngram", "draft_tokens": 3, "graph": "compiled"}
+    session = check((save(model, tmp_path), model), make_kinds(4, repeats=3), settings, overlap=True)
+    assert sum(session.scheduler.drafts.values()) > 0
+
+
+@pytest.mark.parametrize("graph", ["off", "compiled"])
+@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
+def test_a_draft_model_changes_no_states(kind: str, graph: str, tmp_path: Path) -> None:
+    from tests.checkpoints import llama, save
+    from tests.drafts import TARGET, eagle3
+
+    model = llama(max_position_embeddings=CONTEXT, **TARGET)
+    folder = save(model, tmp_path)
+    if kind == "eagle3":
+        eagle3(model, folder / "draft")
+    given = str(folder / "draft") if kind == "eagle3" else str(folder)
+    settings = {"speculative": kind, "draft_model": given, "draft_tokens": 3, "graph": graph}
+    session = check((folder, model), make_kinds(5, repeats=2), settings, chunk=7, overlap=True)
+    proposed = sum(cell[2] * count for cell, count in session.scheduler.drafts.items())
+    accepted = sum(cell[3] * count for cell, count in session.scheduler.drafts.items())
+    assert proposed > 0 and (accepted > 0 or kind == "eagle3")
+
+
 def test_preemption_neither_loses_nor_doubles_states(tiny: tuple[Path, Any]) -> None:
     from tests.laws.hidden import make_requests
 

@@ -97,7 +97,7 @@ def test_the_step_measures_this_machine_and_gives_back_what_mlx_kept_for_later()
     weights = mx.zeros(1 << 20)
     mx.eval(weights)
     del weights
-    found = device_memory(None)
+    found = device_memory(None, None)
     assert mx.get_cache_memory() == 0
     assert 0 < found.available <= found.total <= total_memory(System()) + (1 << 20)
     assert "GiB" in found.evidence or "MiB" in found.evidence

@@ -206,8 +206,6 @@ def test_a_published_sentence_encoder_has_the_embeddings_of_transformers() -> No
 @pytest.mark.parametrize(
     ("name", "architecture", "kind"),
     [
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "latent_attention"),
-        ("deepseek_v32", "DeepseekV32ForCausalLM", "latent_attention"),
         ("deepseek_v4", "DeepseekV4ForCausalLM", "compressed_attention"),
     ],
 )

@@ -25,14 +25,18 @@ HYBRID = {
 }
 """The part of Granite 4 that mlx_lm supports: one norm group, and rotary embeddings unless
 `position_embedding_type` is "nope"."""
+LATENT = {**SIZES, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 IDS = tuple(int(token) for token in np.random.default_rng(8).integers(3, 97, 40))
 
 
 def oracle(name: str) -> Any:
     """Return a transformers model with row lengths divisible by 32, the group size."""
-    from tests import checkpoints
+    from tests import checkpoints, latent
 
     made = {
+        "deepseek-v2": lambda: latent.deepseek_v2(**LATENT, moe_intermediate_size=32),
+        "deepseek-v3": lambda: latent.deepseek_v3(**LATENT, moe_intermediate_size=32),
+        "glm4-moe-lite": lambda: latent.glm4_moe_lite(**LATENT, moe_intermediate_size=32, rms_norm_eps=1e-6),
         "llama": lambda: checkpoints.llama(**SIZES),
         "llama-tied-biases": lambda: checkpoints.llama(**SIZES, tie_word_embeddings=True, attention_bias=True),
         "qwen2": lambda: checkpoints.qwen2(**SIZES),
@@ -77,7 +81,11 @@ def name_as_published(file: Path) -> None:
     config = json.loads(file.read_text())
     config["model_type"] = config["model_type"].removesuffix("_text")
     if config["model_type"] not in ("qwen3_5", "nemotron_h"):
-        config |= {"rope_scaling": None, **config.pop("rope_parameters")}
+        rope = config.pop("rope_parameters")
+        scaling = None if rope.get("rope_type") == "default" or "kv_lora_rank" not in config else rope
+        config |= {**rope, "rope_scaling": scaling and {**scaling, "type": scaling["rope_type"]}}
+    if "kv_lora_rank" in config:
+        config |= {"scoring_func": "softmax" if config["model_type"] == "deepseek_v2" else "sigmoid"}
     if "mamba_n_heads" in config:
         names = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [names[kind] for kind in config["layer_types"]]
@@ -113,6 +121,9 @@ def by_name(path: str, module: Any) -> bool | dict[str, Any]:
         "nemotron-h",
         "granite-hybrid",
         "granite-hybrid-dense",
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm4-moe-lite",
     ],
 )
 def test_a_checkpoint_of_four_bits_gives_mlx_lms_numbers(tmp_path: Path, name: str) -> None:

@@ -15,12 +15,13 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.config.settings import settings_of
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore_mlx.speculative.choice import COUPLED, GAPS, RULE_GAPS, SERVED, choose_speculation
+from sglcore.engine.start import embedded_model
+from sglcore_mlx.speculative.choice import COUPLED, GAPS, NGRAM, RULE_GAPS, SERVED, SUFFIX, choose_speculation
 
 
-def chosen(**settings: Any) -> tuple[Any, Row]:
+def chosen(folder: Path | None = None, **settings: Any) -> tuple[Any, Row]:
     ledger = DecisionLedger()
-    found = choose_speculation(EngineConfig(**settings), ledger)
+    found = choose_speculation(EngineConfig(**settings), folder or embedded_model(), ledger)
     (row,) = ledger.rows
     return found, row
 
@@ -31,18 +32,60 @@ def test_every_kind_and_rule_of_the_core_is_served_or_a_gap_with_its_reason() ->
     assert not set(SERVED) & set(GAPS) and all(GAPS.values()) and all(RULE_GAPS.values())
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", (NGRAM, SUFFIX, "eagle3", "mtp"))
 def test_what_is_served_is_a_row_of_the_ledger(kind: str) -> None:
     found, row = chosen(speculative=kind)
     assert (found.kind, found.lengths, found.from_host) == (kind, (0, 1, 3, 4), kind == "suffix")
     assert (row.requested, row.effective) == (kind, f"{kind}, 0, 1, 3 or 4 tokens a step")
     found, row = chosen(speculative=kind, draft_tokens=6)
     assert (found.lengths, row.effective) == ((6,), f"{kind}, 6 tokens a step")
+    assert (found.folder is None) is (kind in (NGRAM, SUFFIX))
+
+
+def test_a_block_has_as_many_draft_tokens_as_fit_after_its_root() -> None:
+    found, _ = chosen(speculative="dflash")
+    assert found.lengths == (0, 1, 3, 4) and found.folder == embedded_model() / "dflash"
+    with pytest.raises(ConfigError, match="draft_tokens is 9, and a block of the draft has 7"):
+        chosen(speculative="dflash", draft_tokens=9)
+
+
+def test_a_draft_model_that_is_given_says_its_kind() -> None:
+    for name, kind in (("draft", "eagle3"), ("mtp-layers", "mtp"), ("dflash", "dflash")):
+        found, row = chosen(draft_model=name)
+        assert (found.kind, found.folder.name) == (kind, name) and "a draft model was given" in row.reason
+
+
+def test_a_draft_that_the_checkpoint_brings_is_named(tmp_path: Path) -> None:
+    _, row = chosen()
+    assert row.reason.startswith("this checkpoint has a draft (eagle3)")
+    found, row = chosen(write_tiny(tmp_path / "tiny"))
+    assert found is None and row.reason == "this checkpoint has no draft model"
+
+
+def test_a_draft_that_is_not_there_or_does_not_fit_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="speculative is 'eagle3', and this checkpoint has no such draft"):
+        chosen(folder, speculative="eagle3")
+    with pytest.raises(ConfigError, match="there is no folder 'somewhere'"):
+        chosen(draft_model="somewhere")
+    with pytest.raises(ConfigError, match=r"vocab_size = 2147; wanted 97, the model's"):
+        bring_up(folder, speculative="standalone", draft_model=str(embedded_model()))
+    hybrid = write_tiny(tmp_path / "hybrid", hybrid=True)
+    with pytest.raises(ConfigError, match="the draft keeps a state of each request"):
+        bring_up(folder, speculative="standalone", draft_model=str(hybrid))
+
+
+def test_auto_tries_the_draft_that_the_checkpoint_brings() -> None:
+    ledger = DecisionLedger()
+    found = choose_speculation(EngineConfig(speculative="auto"), embedded_model(), ledger)
+    assert found is not None and (found.kind, found.is_tried) == ("eagle3", True) and not ledger.rows
+    found, row = chosen(speculative="auto", prompt_slices="auto")
+    assert found is None and "prompts run in slices of layers" in row.reason
 
 
 @pytest.mark.parametrize("asked", [None, "auto", "off"])
-def test_nothing_is_proposed_where_no_kind_is_asked_for(asked: str | None) -> None:
-    found, row = chosen(speculative=asked)
+def test_nothing_is_proposed_where_no_kind_is_asked_for(asked: str | None, tmp_path: Path) -> None:
+    found, row = chosen(write_tiny(tmp_path / "tiny"), speculative=asked)
     assert found is None and (row.requested, row.effective) == (asked or "not asked", "off")
     assert "--speculative ngram" in row.remedy
 
@@ -62,8 +105,7 @@ def test_a_rule_that_is_a_gap_is_refused_by_its_name(rule: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"draft_model": "somewhere"}, "a draft model is given, but this device has no worker for draft models"),
-        ({"speculative": "ngram", "draft_model": "somewhere"}, "a draft model is given"),
+        ({"speculative": "ngram", "draft_model": "somewhere"}, "a draft model is given, but speculative is 'ngram'"),
         (
             {"speculative": "ngram", "draft_width": 2},
             "draft_width is 2 and draft_depth None, but this device verifies one",
@@ -80,21 +122,6 @@ def test_what_can_not_be_is_refused_before_a_model_is_read(asked: dict[str, Any]
         chosen(**asked)
     with pytest.raises(ConfigError, match=reason):
         bring_up(Path("/nowhere"), **asked)
-
-
-def test_a_model_that_keeps_states_is_refused_by_name_before_its_weights_are_read(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "hybrid", hybrid=True)
-    told: list[tuple[Any, ...]] = []
-    wanted = "speculative is 'ngram', but GraniteMoeHybridForCausalLM keeps a state of each request"
-    from devices.mlx.tests import running as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "no_progress", lambda *given: told.append(given))
-        with pytest.raises(ConfigError, match=wanted):
-            bring_up(folder, speculative="ngram")
-        assert not told
-        with running(folder):
-            assert told
 
 
 def test_a_model_that_embeds_is_refused(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def lost_tails(patch: pytest.MonkeyPatch) -> None:
     """A chunk does not update the convolution's state."""
     sound = CausalConv.__call__
 
-    def defect(self: CausalConv, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
+    def defect(self: CausalConv, x: mx.array, tails: mx.array, lens: Any = None) -> tuple[mx.array, mx.array]:
         return sound(self, x, tails)[0], tails if x.shape[1] > 1 else sound(self, x, tails)[1]
 
     patch.setattr(CausalConv, "__call__", defect)

@@ -28,6 +28,7 @@ from sglcore.conformance.target import Target
 LENGTHS = (41, 3, 16, 5, 64, 1)
 """Prompt lengths around the sizes of blocks and pages, and longer than what an indexer chooses and
 a window holds."""
+ROWS = frozenset({"rows"})
 FEW_ROWS = '{"device_buffer_size": 5, "host_to_device_ratio": 1000}'
 """A value of `--hisparse` with a device buffer of 5 entries: the number that the kit's models read
 for a token."""
@@ -125,7 +126,7 @@ LAWS: tuple[Law, ...] = (
         sparse.LOSES_OLDEST,
         sparse.SEES_OPEN_BLOCKS,
         sparse.ROWS_OF_NEIGHBOURS,
-        needs=TORCH,
+        needs=ROWS,
         cases=by_model,
     ),
     c2(
@@ -133,7 +134,7 @@ LAWS: tuple[Law, ...] = (
         "Rows that a request left do no harm to the next.",
         slots_and_pages_go_on,
         sparse.READS_BEFORE_THE_FIRST,
-        needs=TORCH,
+        needs=ROWS,
         cases=by_model,
     ),
     c2(
@@ -142,7 +143,7 @@ LAWS: tuple[Law, ...] = (
         prefix_hits,
         worker.LOSES_SHARED_PAGES,
         sparse.KEEPS_THE_LAST_PAGE,
-        needs=TORCH,
+        needs=ROWS,
         cases=by_model,
     ),
     c2(
@@ -150,7 +151,7 @@ LAWS: tuple[Law, ...] = (
         "A request that gave its pages up makes its rows again.",
         retraction,
         worker.FORGETS_OUTPUTS,
-        needs=TORCH,
+        needs=ROWS,
         cases=by_model,
     ),
     c2(
@@ -158,7 +159,7 @@ LAWS: tuple[Law, ...] = (
         "Plans of rows that are made while another step runs are those of their own step.",
         overlap_is_sequential,
         worker.REUSES_RESULTS,
-        needs=TORCH,
+        needs=ROWS,
         cases=by_model,
     ),
     c2(
@@ -175,7 +176,7 @@ LAWS: tuple[Law, ...] = (
         "Backends of different rows do not meet in one process.",
         runners_in_turn,
         worker.LATEST_WORKER,
-        needs=TORCH,
+        needs=ROWS,
     ),
     c2(
         "replayed_rows",

@@ -12,7 +12,6 @@ from sglcore.conformance.harness import Harness, random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import Law, LawBroken
 from sglcore.conformance.laws.laws_runner import FLAT, c2, check_computes
-from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants import mutants_speculative as broken
 from sglcore.conformance.target import Target
 from sglcore.device.facts import Facts
@@ -91,7 +90,7 @@ LAWS: tuple[Law, ...] = (
         "Tokens of a request in one decode step make and see the rows that they do one by one.",
         proposals_change_no_rows,
         broken.ROW_BY_ROW,
-        needs=TORCH | {"proposals"},
+        needs=frozenset({"rows", "proposals"}),
         cases=lambda _: ("auto/compressed",),
     ),
     c2(
@@ -100,7 +99,7 @@ LAWS: tuple[Law, ...] = (
         proposals_change_no_states,
         broken.TAKES_IN_ALL,
         broken.GOES_ON_AT_ONCE,
-        needs=TORCH | {"proposals"},
+        needs=frozenset({"proposals"}),
         cases=lambda _: ("auto/hybrid",),
     ),
 )

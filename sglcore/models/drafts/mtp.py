@@ -10,8 +10,9 @@ same t. Each also takes the embedding of token t + j + 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from sglcore.checkpoint.model_config import ModelConfig
@@ -179,23 +180,12 @@ class NextToken(Architecture):
         self.heads = tuple(Predictor(build, self.model, self.names, each) for each in range(len(self.prefixes)))
         self.attention_layers = self.model.attention_layers
 
-    def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+    @classmethod
+    def naming(cls, config: ModelConfig) -> Callable[[str], str]:
         """Map the tensors of the MTP layers to a model's own names, all others to `target.*`, which
         is not read.
         """
-        return {name: self._own_name(name) for name in shapes}
-
-    def _own_name(self, name: str) -> str:
-        names = self.names
-        for index, prefix in enumerate(self.prefixes):
-            rest = name.removeprefix(prefix)
-            if rest == name or rest.startswith(names.shared):
-                continue
-            for theirs, ours in names.parts.items():
-                if rest.startswith(theirs):
-                    return f"model.{f'heads.{index}.' if index else ''}{ours}." + rest.removeprefix(theirs)
-            return f"model.layers.{index}.{rest.removeprefix(names.layer)}"
-        return f"target.{name}"
+        return partial(_own_name, config.words[NAMES], config.words[PREFIXES])
 
     def __call__(self, batch: Batch) -> Array:
         """Return the hidden states [T, H] of the first predictor."""
@@ -208,3 +198,15 @@ class NextToken(Architecture):
     def project(self, features: Array) -> Array:
         """Return the target's hidden states unchanged."""
         return features
+
+
+def _own_name(names: Names, prefixes: Sequence[str], name: str) -> str:
+    for index, prefix in enumerate(prefixes):
+        rest = name.removeprefix(prefix)
+        if rest == name or rest.startswith(names.shared):
+            continue
+        for theirs, ours in names.parts.items():
+            if rest.startswith(theirs):
+                return f"model.{f'heads.{index}.' if index else ''}{ours}." + rest.removeprefix(theirs)
+        return f"model.layers.{index}.{rest.removeprefix(names.layer)}"
+    return f"target.{name}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglcore.config.draft_kinds import DRAFT_KINDS, IN_TREES, MODELS, NO_PREFIX_CACHE, RANKS
+from sglcore.config.draft_kinds import DRAFT_KINDS, DRAFT_TOKENS, IN_TREES, MODELS, NO_PREFIX_CACHE, RANKS
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
@@ -35,10 +35,6 @@ from sglcore.step.draft_length import lengths_of
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
 
-DRAFT_TOKENS = 4
-"""Default for the maximum draft tokens per step."""
-MTP = "mtp"
-"""The kind of draft that is stored in its target's checkpoint, after the last layer."""
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 """The choices of `speculative_verify`.
 
@@ -46,9 +42,12 @@ COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 distribution only (`rejection.py`).
 """
 DRAFT_LOADER: Ref = "sglcore.models.drafts.draft_loader:load_draft"
-DRAFT_KIND: Ref = "sglcore.models.drafts.draft_loader:kind_of"
-OFFERED: Ref = "sglcore.models.drafts.draft_loader:offered_head"
-"""Functions that load a draft, return its kind, and find the draft of a checkpoint.
+DRAFT_KIND: Ref = "sglcore.models.drafts.draft_config:kind_of"
+OFFERED: Ref = "sglcore.models.drafts.draft_config:offered_head"
+FOLDER: Ref = "sglcore.models.drafts.draft_config:draft_folder"
+GIVEN_FOLDER: Ref = "sglcore.models.drafts.draft_config:given_folder"
+"""Functions that load a draft, return its kind, and find the draft of a checkpoint, its folder, and
+a configured folder.
 
 References, because models import the runtime.
 """
@@ -203,7 +202,7 @@ def choose_speculation(
     config, tree = _tree_of(config, kind, model, ledger, no_trees)
     made = Speculation(kind, _lengths(config, is_divided and not in_shards), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
-        made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
+        made = _with_draft(config, made, load(resolve(FOLDER)(config, folder, kind), kind), ledger)
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     return made
@@ -316,7 +315,7 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
     if config.speculative not in (None, "auto"):
         return config.speculative, "requested", False
     if config.draft_model is not None:
-        return resolve(DRAFT_KIND)(_given_folder(config.draft_model, folder)), "a draft model was given", False
+        return resolve(DRAFT_KIND)(resolve(GIVEN_FOLDER)(config.draft_model, folder)), "a draft model was given", False
     if model.config.is_encoder:
         return "off", reason_against(EMBEDS, ALL), False
     offered = resolve(OFFERED)(folder)
@@ -331,40 +330,6 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
             False,
         )
     return offered, "this checkpoint has it", True
-
-
-def _given_folder(text: str, folder: Path) -> Path:
-    """Return the folder `text`, or else the subfolder `text` of the model's `folder`.
-
-    Raises ConfigError if neither exists.
-    """
-    found = (Path(text).expanduser(), folder / text)
-    for each in found:
-        if each.is_dir():
-            return each
-    raise ConfigError(
-        f"there is no folder {text!r}, and none of this name in the model's folder",
-        wanted="the folder of a draft model",
-        remedy="correct --draft-model",
-    )
-
-
-def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
-    """Return the folder of the draft model: the configured one; else the subfolder of the model's
-    folder with the name of the kind; else the model's folder, if its checkpoint has such a draft.
-
-    Raises ConfigError if there is none.
-    """
-    if config.draft_model is not None:
-        return _given_folder(config.draft_model, folder)
-    if (folder / kind / "config.json").is_file():
-        return folder / kind
-    brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)
-    if brought != kind:
-        raise ConfigError(
-            f"speculative is {kind!r}, and this checkpoint has no such draft", remedy="--draft-model FOLDER"
-        )
-    return folder
 
 
 def _reason_against(model: LoadedModel, kind: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sglcore.checkpoint.frozen_draft_config import FrozenCells
 from sglcore.device.errors import ConfigError
 from sglcore.layers.frozen_draft import FrozenAttention
-from sglcore.models.drafts.draft_loader import kind_of, offered_head
+from sglcore.models.drafts.draft_config import kind_of, offered_head
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import forward_context, get_forward_context
 from sglcore.runtime.memory.read_only import ReadOnlyPool, ReadOnlyPoolError

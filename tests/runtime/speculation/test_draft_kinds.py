@@ -12,7 +12,7 @@ from sglcore.config.draft_kinds import DRAFT_KINDS, MODELS
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.package import resolve
 from sglcore.models.drafts.draft_checkpoint import DraftCheckpoint
-from sglcore.models.drafts.draft_loader import BY_TENSORS, checkpoint_of, draft_classes
+from sglcore.models.drafts.draft_config import BY_TENSORS, checkpoint_of, draft_classes
 from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.speculative.draft_steps import KindSteps, LookupSteps
 from sglcore.runtime.speculative.make_worker import _against_overlap

@@ -15,12 +15,14 @@ from sglcore_mlx.models.contract import LayerShape
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
     """What a backend supports; None: anything. `dtypes`: their names, such as "bfloat16".
-    `compute`: kinds of hardware, as in `Hardware.kind`."""
+    `compute`: kinds of hardware, as in `Hardware.kind`. `takes_latent`: layers with values that are
+    a part of the keys."""
 
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     compute: tuple[str, ...] | None = None
+    takes_latent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,8 @@ class AttentionPlan(Protocol):
     `DecodeAttention.plan` makes it."""
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """Attend with q [B * N, heads, D] over kv [KV slots, 2, kv_heads, D], with keys at 0 and
-        values at 1 of the second dimension; returns [B * N, heads, D] in q's dtype. Builds the lazy
-        graph only; nothing is computed yet."""
+        """Attend with q [B * N, heads, D] over kv [KV slots, *layer.entry]; returns [B * N, heads,
+        value D] in q's dtype. Builds the lazy graph only; nothing is computed yet."""
         ...
 
 

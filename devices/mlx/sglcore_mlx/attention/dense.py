@@ -9,10 +9,10 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 def attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, layer: LayerShape) -> mx.array:
-    """Attend with q [B, heads, L, D] over k, v [B, kv_heads, S, D], with the layer's scale, softcap
-    and sinks; returns q's shape and dtype. `mask`, True where a query sees a key: bool [L, S] or
-    [B, 1, 1 or L, S], or "causal" (the last query sees the last key). Sums are in float32. Builds
-    the lazy graph only."""
+    """Attend with q [B, heads, L, D] over k [B, kv_heads, S, D] and v [B, kv_heads, S, E], with the
+    layer's scale, softcap and sinks; returns [B, heads, L, E] in q's dtype. `mask`, True where a
+    query sees a key: bool [L, S] or [B, 1, 1 or L, S], or "causal" (the last query sees the last
+    key). Sums are in float32. Builds the lazy graph only."""
     if layer.softcap is None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=layer.scale, mask=mask, sinks=layer.sinks)
     grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, *q.shape[2:]).astype(mx.float32)

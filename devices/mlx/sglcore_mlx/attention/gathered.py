@@ -15,6 +15,8 @@ import mlx.core as mx
 
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
 from sglcore_mlx.attention.dense import attend
+from sglcore_mlx.attention.indexed import highest, index_scores
+from sglcore_mlx.forward_batch import IndexQueries
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -30,11 +32,25 @@ class GatheredPlan:
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
         """Implements `AttentionPlan.forward`: gather keys and values of all requests, then
         attend."""
-        found = kv[self.cells]
-        keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
+        keys, values = (part.swapaxes(1, 2) for part in layer.parts(kv[self.cells]))
         mask = self.masks[layer.sliding_window]
-        queries = q.reshape(found.shape[0], -1, *q.shape[1:]).swapaxes(1, 2)
-        return attend(queries, keys, values, mask, layer).swapaxes(1, 2).reshape(q.shape)
+        queries = q.reshape(self.cells.shape[0], -1, *q.shape[1:]).swapaxes(1, 2)
+        mixed = attend(queries, keys, values, mask, layer).swapaxes(1, 2)
+        return mixed.reshape(*q.shape[:2], mixed.shape[-1])
+
+    def choose(self, index: IndexQueries, kv: mx.array, layer: LayerShape) -> mx.array | None:
+        """Implements `ChoosingPlan.choose`: int32 [B, N, top_k], columns of `cells`."""
+        if self.cells.shape[1] <= layer.top_k:
+            return None
+        scores = index_scores(index, layer.index_keys(kv)[self.cells])
+        return highest(mx.where(self.masks[None][:, 0], scores, -mx.inf), layer.top_k)
+
+    def forward_chosen(self, q: mx.array, kv: mx.array, layer: LayerShape, chosen: mx.array) -> mx.array:
+        """Implements `ChoosingPlan.forward_chosen`; reads the selected entries only."""
+        cells = mx.take_along_axis(self.cells[:, None], chosen, axis=-1).reshape(q.shape[0], layer.top_k)
+        seen = mx.take_along_axis(self.masks[None][:, 0], chosen, axis=-1).reshape(q.shape[0], 1, 1, layer.top_k)
+        keys, values = (part.swapaxes(1, 2) for part in layer.parts(kv[cells]))
+        return attend(q[:, :, None], keys, values, seen, layer)[:, :, 0]
 
 
 class GatheredAttention:

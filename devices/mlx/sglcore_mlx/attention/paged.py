@@ -45,7 +45,10 @@ class MetalAttention:
     is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(
-        dtypes=("float32", "float16", "bfloat16"), head_dims=tuple(range(32, 513, 32)), compute=("metal",)
+        dtypes=("float32", "float16", "bfloat16"),
+        head_dims=tuple(range(32, 513, 32)),
+        compute=("metal",),
+        takes_latent=False,
     )
 
     def __init__(

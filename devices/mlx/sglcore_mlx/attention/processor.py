@@ -12,6 +12,7 @@ import mlx.core as mx
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
 from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.gathered import GatheredAttention, GatheredPlan
+from sglcore_mlx.forward_batch import IndexQueries
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -27,7 +28,16 @@ class ProcessorPlan:
         """Implements `AttentionPlan.forward`: each stream attends for a share of the requests."""
         rows, count = self.gathered.cells.shape[0], len(self.streams)
         queries = q.reshape(rows, -1, *q.shape[1:])
-        return self._shared(queries, kv, layer, rows, count).reshape(q.shape)
+        mixed = self._shared(queries, kv, layer, rows, count)
+        return mixed.reshape(*q.shape[:2], mixed.shape[-1])
+
+    def choose(self, index: IndexQueries, kv: mx.array, layer: LayerShape) -> mx.array | None:
+        """Implements `ChoosingPlan.choose`."""
+        return self.gathered.choose(index, kv, layer)
+
+    def forward_chosen(self, q: mx.array, kv: mx.array, layer: LayerShape, chosen: mx.array) -> mx.array:
+        """Implements `ChoosingPlan.forward_chosen`."""
+        return self.gathered.forward_chosen(q, kv, layer, chosen)
 
     def _shared(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: int, count: int) -> mx.array:
         """Return [B, N, heads, D] from queries [B, N, heads, D]; each of the `count` streams
@@ -43,20 +53,21 @@ class ProcessorPlan:
         return mx.concatenate(mixed)
 
     def _attend(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: slice) -> mx.array:
-        """Return [b, N, heads, D]: attention of the queries q [b, N, heads, D] of the requests
-        `rows`; the softmax is in float32."""
-        found, mask = kv[self.gathered.cells[rows]], self.gathered.masks[layer.sliding_window][rows]
+        """Return [b, N, heads, value D]: attention of the queries q [b, N, heads, D] of the
+        requests `rows`; the softmax is in float32."""
+        keys, values = layer.parts(kv[self.gathered.cells[rows]])
+        mask = self.gathered.masks[layer.sliding_window][rows]
         count, width, heads, size = q.shape
         if layer.softcap is not None or layer.sinks is not None:
-            keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
-            return attend(q.swapaxes(1, 2), keys, values, mask, layer).swapaxes(1, 2)
+            given = q.swapaxes(1, 2), keys.swapaxes(1, 2), values.swapaxes(1, 2)
+            return attend(*given, mask, layer).swapaxes(1, 2)
         kinds, each = layer.num_kv_heads, heads // layer.num_kv_heads
         shared = q.reshape(count, width, kinds, each, size).swapaxes(1, 2).reshape(count, kinds, width * each, size)
-        scores = (shared * layer.scale) @ found[:, :, 0].transpose(0, 2, 3, 1)
+        scores = (shared * layer.scale) @ keys.transpose(0, 2, 3, 1)
         seen = mask if width == 1 else mx.repeat(mask, each, axis=2)
         weights = mx.softmax(mx.where(seen, scores.astype(mx.float32), -mx.inf), axis=-1).astype(q.dtype)
-        mixed = (weights @ found[:, :, 1].swapaxes(1, 2)).reshape(count, kinds, width, each, size)
-        return mixed.swapaxes(1, 2).reshape(q.shape)
+        mixed = (weights @ values.swapaxes(1, 2)).reshape(count, kinds, width, each, values.shape[-1])
+        return mixed.swapaxes(1, 2).reshape(count, width, heads, values.shape[-1])
 
 
 class ProcessorAttention:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore_mlx.attention.dense import attend
+from sglcore_mlx.attention.indexed import chosen_mask
+from sglcore_mlx.forward_batch import IndexQueries
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -60,17 +62,39 @@ class PromptPlan:
     end: int
     seen: Mapping[int | None, Seen]
 
-    def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
+    def choose(self, index: IndexQueries, k: mx.array, kv: mx.array, layer: LayerShape) -> mx.array | None:
+        """Return bool [L, S]: the tokens that an indexer selects for each of the request's tokens;
+        None: they see all earlier ones. Arguments as in `forward`."""
+        seen = self.seen[None]
+        entries = k[self.start : self.end, None] if seen.cells is None else kv[seen.cells]
+        count, total = self.end - self.start, entries.shape[0]
+        if total <= layer.top_k:
+            return None
+        causal = mx.arange(total)[None] <= mx.arange(total - count, total)[:, None]
+        own = index.of(slice(self.start, self.end))
+        return chosen_mask(own, layer.index_keys(entries), causal, layer.top_k)
+
+    def forward(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array | None,
+        kv: mx.array,
+        layer: LayerShape,
+        chosen: mx.array | None = None,
+    ) -> mx.array:
         """Return [L, heads, D] for the request's L tokens, out of the whole step's q [T, heads, D]
         and k, v [T, kv_heads, D]. kv, the layer's KV cache, must contain their keys and values
-        already."""
+        already. `chosen`: the result of `choose`."""
         own, seen = slice(self.start, self.end), self.seen[layer.sliding_window]
-        if seen.cells is None:
-            keys, values = k[own], v[own]
+        if seen.cells is not None:
+            keys, values = layer.parts(kv[seen.cells])
+        elif v is None:
+            keys, values = layer.parts(k[own, None])
         else:
-            found = kv[seen.cells]
-            keys, values = found[:, 0], found[:, 1]
-        mixed = attend(_heads_first(q[own]), _heads_first(keys), _heads_first(values), seen.mask, layer)
+            keys, values = k[own], v[own]
+        mask = seen.mask if chosen is None else chosen
+        mixed = attend(_heads_first(q[own]), _heads_first(keys), _heads_first(values), mask, layer)
         return mixed[0].swapaxes(0, 1)
 
 

@@ -19,6 +19,7 @@ def select_attention(
     head_dims: tuple[int, ...],
     page_size: int,
     compute: str,
+    has_latent: bool = False,
     ledger: DecisionLedger,
 ) -> type[DecodeAttention]:
     """Return the class of the requested backend, or of the first in `candidates` that supports the
@@ -30,7 +31,7 @@ def select_attention(
     refused: list[str] = []
     for name in candidates if asked is None else (asked,):
         kind: type[DecodeAttention] = resolve(candidates[name], "mlx")
-        reason = refusal(kind.facts, dtype, head_dims, page_size, compute)
+        reason = refusal(kind.facts, dtype, head_dims, page_size, compute, has_latent)
         if not reason:
             why = "requested" if asked else "; ".join(refused) or "the first that serves this model"
             ledger.record(Row("attention", asked or "auto", name, why, "--attention-backend"))
@@ -40,9 +41,18 @@ def select_attention(
     raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}", remedy=remedy)
 
 
-def refusal(facts: AttentionFacts, dtype: str, head_dims: tuple[int, ...], page_size: int, compute: str) -> str:
+def refusal(
+    facts: AttentionFacts,
+    dtype: str,
+    head_dims: tuple[int, ...],
+    page_size: int,
+    compute: str,
+    has_latent: bool = False,
+) -> str:
     """Return why a backend with these facts does not support the model, as a phrase; empty if it
-    does. `compute`: the kind of hardware."""
+    does. `compute`: the kind of hardware; `has_latent`: the model has latent attention."""
+    if has_latent and not facts.takes_latent:
+        return "does not take latent entries"
     if facts.compute is not None and compute not in facts.compute:
         return f"runs on {', '.join(facts.compute)}, not {compute}"
     if facts.dtypes is not None and dtype not in facts.dtypes:

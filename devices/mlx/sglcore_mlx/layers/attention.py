@@ -62,3 +62,13 @@ class AttentionLayer:
             qk = batch.rotation(self._rotary)(qk, turned)
         attended = batch.attend(self._layer_id, qk[:, :heads], qk[:, heads:turned], qkv[:, turned:])
         return attended.reshape(tokens, heads * shape.head_dim)
+
+    def store(self, kv: mx.array, batch: ForwardBatch) -> None:
+        """Store keys and values [T, 2 * kv_heads * head_dim], before norm and rotary embedding, in
+        the KV slots of the batch's tokens."""
+        count, size = self.layer.num_kv_heads, self.layer.head_dim
+        both = kv.reshape(kv.shape[0], 2 * count, size)
+        k = both[:, :count] if self._norm is None else self._norm.keys(both[:, :count])
+        if self._rotary is not None:
+            k = batch.rotation(self._rotary)(k, count)
+        batch.store(self._layer_id, k, both[:, count:])

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 import mlx.core as mx
 
+from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
+from sglcore_mlx.layers.latent import LatentAttention
 from sglcore_mlx.layers.linear import Linear
 from sglcore_mlx.layers.mlp import GatedMlp, gelu, relu2
 from sglcore_mlx.layers.moe import (
     ClampedExperts,
     GatedExperts,
+    GroupLimitedRouting,
     LatentMoe,
     Relu2Experts,
     Routing,
@@ -79,6 +82,18 @@ class Build(Scope):
             is_encoder=is_encoder,
         )
 
+    def latent_attention(
+        self,
+        layer_id: int,
+        rotary: Rotary,
+        latent: LatentConfig,
+        projections: Callable[[mx.array], tuple[mx.array, mx.array, mx.array | None]],
+        output: Linear,
+    ) -> LatentAttention:
+        """Implements `layer_kinds.Build.latent_attention`: make attention over one entry for each
+        token."""
+        return LatentAttention(self, layer_id, rotary, latent, projections, output)
+
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Linear, output: Linear) -> GatedDeltaNet:
         """Implements `layer_kinds.Build.gated_delta_net`: return a layer with the gated delta rule.
         `state_id`: its number among the layers with recurrent states."""
@@ -108,7 +123,8 @@ class Build(Scope):
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> SparseMoe | LatentMoe:
         """Implements `layer_kinds.Build.experts`: return a mixture of experts with its router.
-        Raises `ConfigError` for limited experts, and for routers other than softmax and sigmoid."""
+        Raises `ConfigError` for limited experts, and for routers other than softmax, within groups
+        or not, and sigmoid."""
         scope = self.at(name)
         route = self._routing(scope, moe, routing)
         if spec.form == "limited":
@@ -128,6 +144,8 @@ class Build(Scope):
             return SoftmaxRouting(scope, routing.gate, moe, routing.bias)
         if routing.score == "sigmoid":
             return SigmoidRouting(scope, routing.gate, moe)
+        if routing.score == "group_limited":
+            return GroupLimitedRouting(scope, routing.gate, moe)
         raise self._refusal(f"{routing.score} routing")
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:

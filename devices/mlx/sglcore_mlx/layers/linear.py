@@ -198,3 +198,21 @@ class Head:
     def __call__(self, hidden: mx.array) -> mx.array:
         """Map [N, H] to logits float32 [N, V]."""
         return self._linear(hidden).astype(mx.float32)
+
+
+class MappedHead:
+    """The output layer of a part of the vocabulary: float32 logits of the whole vocabulary, -inf
+    for tokens without a row."""
+
+    __slots__ = ("_head", "_rows")
+
+    def __init__(self, head: Head, rows: mx.array) -> None:
+        """`rows` int32 [V]: the head's row of each token; its number of rows for a token without
+        one."""
+        self._head = head
+        self._rows = rows
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Map [N, H] to logits float32 [N, V]."""
+        own = self._head(hidden)
+        return mx.concatenate([own, mx.full((own.shape[0], 1), -mx.inf)], axis=-1)[:, self._rows]

@@ -254,6 +254,31 @@ class SoftmaxRouting:
         return top_k_routing(self.gate(hidden), self._top_k, self._normalize)
 
 
+class GroupLimitedRouting:
+    """The `Routing` that selects the experts with the largest softmax probabilities of float32
+    logits, among the groups with the largest probabilities (DeepSeek-V2, section 2.2.2)."""
+
+    __slots__ = ("_gate", "_moe")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
+        self._gate, self._moe = build.wide(gate, moe.num_experts), moe
+
+    def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """Implements `Routing`: the weights are the probabilities of the selected experts,
+        scaled."""
+        moe, k = self._moe, self._moe.experts_per_token
+        scores = mx.softmax(self._gate(hidden), axis=-1)
+        chosen = scores
+        if moe.top_groups < moe.num_groups:
+            grouped = scores.reshape(hidden.shape[0], moe.num_groups, moe.num_experts // moe.num_groups)
+            best = grouped.max(axis=-1)
+            lowest = mx.topk(best, moe.top_groups, axis=-1).min(axis=-1, keepdims=True)
+            chosen = mx.where((best >= lowest)[..., None], grouped, -mx.inf).reshape(scores.shape)
+        experts = mx.argpartition(chosen, kth=-k, axis=-1)[:, -k:]
+        weights = mx.take_along_axis(chosen, experts, axis=-1)
+        return (weights * moe.scale).astype(hidden.dtype), experts
+
+
 class SigmoidRouting:
     """The `Routing` that selects the experts with the largest biased sigmoids of float32 logits,
     within the best groups (DeepSeek-V3, section 2.1.2)."""
@@ -261,13 +286,8 @@ class SigmoidRouting:
     __slots__ = ("_bias", "_gate", "_moe")
 
     def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        scope, hidden = build.at(gate), build.config.hidden_size
-        if build.form_of(gate) is not None:
-            self._gate = build.linear(gate, hidden, moe.num_experts)
-        else:
-            turned = scope.parameter("weight", moe.num_experts, hidden, offset=0.0).T
-            self._gate = lambda x: x.astype(mx.float32) @ turned
-        self._bias = scope.parameter("e_score_correction_bias", moe.num_experts, offset=0.0)
+        self._gate = build.wide(gate, moe.num_experts)
+        self._bias = build.at(gate).parameter("e_score_correction_bias", moe.num_experts, offset=0.0)
         self._moe = moe
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
@@ -275,7 +295,7 @@ class SigmoidRouting:
         unordered. The weights are the unbiased sigmoids of the selected experts, divided by their
         sum if the configuration says so, and scaled."""
         moe, k = self._moe, self._moe.experts_per_token
-        scores = mx.sigmoid(self._gate(hidden).astype(mx.float32))
+        scores = mx.sigmoid(self._gate(hidden))
         biased = scores + self._bias
         if moe.top_groups < moe.num_groups:
             size = moe.num_experts // moe.num_groups

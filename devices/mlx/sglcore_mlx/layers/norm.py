@@ -34,12 +34,13 @@ class HeadNorm:
     """RMS norm of each query head and each key head, in one call: one weight [head_dim] for all
     query heads, one for all key heads."""
 
-    __slots__ = ("_eps", "_weight")
+    __slots__ = ("_eps", "_heads", "_weight")
 
     def __init__(self, build: Scope, offset: float | None = None) -> None:
         """`offset`: added to the weights, which are then kept in float32; None: the weights as they
         are."""
         config, weights = build.config, build.weights
+        self._heads = config.num_attention_heads
         dtype = None if offset is None else mx.float32
         q, k = (weights.take(f"{build.prefix}{x}_norm.weight", config.head_dim, dtype=dtype) for x in "qk")
         weight = mx.stack([q] * config.num_attention_heads + [k] * config.num_key_value_heads)
@@ -49,7 +50,14 @@ class HeadNorm:
     def __call__(self, heads: mx.array) -> mx.array:
         """Return the normalised heads [T, heads + kv_heads, D], of the same shape: queries first,
         then keys."""
-        normed = mx.fast.rms_norm(heads.astype(self._weight.dtype), None, self._eps) * self._weight
+        return self._normed(heads, self._weight)
+
+    def keys(self, keys: mx.array) -> mx.array:
+        """Return keys [T, kv_heads, D], normalised."""
+        return self._normed(keys, self._weight[self._heads :])
+
+    def _normed(self, heads: mx.array, weight: mx.array) -> mx.array:
+        normed = mx.fast.rms_norm(heads.astype(weight.dtype), None, self._eps) * weight
         return normed.astype(heads.dtype)
 
 
@@ -78,6 +86,10 @@ class WholeNorm:
             for norm, part in zip((self._q, self._k), both, strict=True)
         ]
         return mx.concatenate(parts, axis=1)
+
+    def keys(self, keys: mx.array) -> mx.array:
+        """Return keys [T, kv_heads, D], normalised."""
+        return self._k(keys.reshape(keys.shape[0], -1)).reshape(keys.shape)
 
 
 class GatedNorm:

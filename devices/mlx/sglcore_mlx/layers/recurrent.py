@@ -36,15 +36,21 @@ class CausalConv:
         self.tail = StateShape((taps - 1, size), build.dtype)
         self._silu = silu
 
-    def __call__(self, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
+    def __call__(self, x: mx.array, tails: mx.array, lens: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Convolve x [N, L, size], the tokens that follow the inputs `tails` [N, taps - 1, size];
-        return the results and the new tails, in the shapes of x and `tails`."""
+        return the results, in the shape of x, and the tails after all tokens, or after the first
+        `lens` int32[N], in the shape of `tails`."""
         joined, length = mx.concatenate([tails, x], axis=1), x.shape[1]
         out = mx.zeros(x.shape[2:]) if self._bias is None else self._bias
         for tap in range(self._weight.shape[0]):
             out = out + joined[:, tap : tap + length] * self._weight[tap]
         out = out.astype(x.dtype)
-        return out * mx.sigmoid(out) if self._silu else out, joined[:, length:]
+        if lens is None:
+            after = joined[:, length:]
+        else:
+            places = lens[:, None] + mx.arange(tails.shape[1], dtype=mx.int32)
+            after = mx.take_along_axis(joined, places[:, :, None], axis=1)
+        return out * mx.sigmoid(out) if self._silu else out, after
 
 
 class GatedDeltaNet:
@@ -69,16 +75,21 @@ class GatedDeltaNet:
         """Map hidden states [T, H] to [T, H]; each request continues from its states, which
         `batch.recur` reads and replaces."""
         qkv, gate, b, a = mx.split(self._projection(hidden), self._edges, axis=-1)
-        return self._output(self._norm(batch.recur(self.layer_id, self._advance, qkv, b, a), gate))
+        return self._output(self._norm(batch.recur(self.layer_id, self.advance, qkv, b, a), gate))
 
-    def _advance(self, states: States, qkv: mx.array, b: mx.array, a: mx.array) -> tuple[mx.array, States]:
+    def advance(
+        self, states: States, qkv: mx.array, b: mx.array, a: mx.array, lens: mx.array | None = None
+    ) -> tuple[mx.array, States]:
+        """Implements `Advance`."""
         net, (rows, length, _) = self._net, qkv.shape
-        qkv, tails = self._conv(qkv, states[0])
+        qkv, tails = self._conv(qkv, states[0], lens)
         q, k, v = mx.split(qkv.astype(mx.float32), [net.keys, 2 * net.keys], axis=-1)
         q, k = (self._unit(each.reshape(rows, length, net.key_heads, net.key_dim)) for each in (q, k))
         v = v.reshape(rows, length, net.value_heads, net.value_dim).swapaxes(1, 2)
         g = self._rate * _softplus(a.astype(mx.float32) + self._dt_bias)
         beta = mx.sigmoid(b).astype(mx.float32)
+        if lens is not None:
+            g, beta = (_within(each, lens) for each in (g, beta))
         out, matrices = gated_delta_rule(
             q * net.key_dim**-0.5, k, v, g.swapaxes(1, 2), beta.swapaxes(1, 2), states[1], self._chunk
         )
@@ -113,15 +124,19 @@ class Mamba2:
         `batch.recur` reads and replaces."""
         space = self._space
         gate, xbc, dt = mx.split(self._projection(hidden), [space.inner, space.inner + space.channels], axis=-1)
-        return self._output(self._norm(batch.recur(self.layer_id, self._advance, xbc, dt), gate))
+        return self._output(self._norm(batch.recur(self.layer_id, self.advance, xbc, dt), gate))
 
-    def _advance(self, states: States, xbc: mx.array, dt: mx.array) -> tuple[mx.array, States]:
+    def advance(
+        self, states: States, xbc: mx.array, dt: mx.array, lens: mx.array | None = None
+    ) -> tuple[mx.array, States]:
+        """Implements `Advance`."""
         space, (rows, length, _) = self._space, xbc.shape
-        xbc, tails = self._conv(xbc, states[0])
+        xbc, tails = self._conv(xbc, states[0], lens)
         shared = space.groups * space.width
         x, before, after = mx.split(xbc.astype(mx.float32), [space.inner, space.inner + shared], axis=-1)
         before, after = (each.reshape(rows, length, space.groups, 1, space.width) for each in (before, after))
         dt = mx.clip(_softplus(dt.astype(mx.float32) + self._dt_bias), space.dt_min, space.dt_max)
+        dt = dt if lens is None else _within(dt, lens)
         x = x.reshape(rows, length, space.heads, space.head_dim)
         before, after = (each.transpose(0, 2, 3, 1, 4) for each in (before, after))
         inputs, g = self._by_group(x * dt[..., None]), self._by_group(dt * self._rate)
@@ -152,10 +167,11 @@ class ShortConv:
         """Map hidden states [T, H] to [T, H]; each request continues from its state, which
         `batch.recur` reads and replaces."""
         before, after, x = mx.split(self._projection(hidden), 3, axis=-1)
-        return self._output(after * batch.recur(self.layer_id, self._advance, before * x))
+        return self._output(after * batch.recur(self.layer_id, self.advance, before * x))
 
-    def _advance(self, states: States, x: mx.array) -> tuple[mx.array, States]:
-        mixed, tails = self._conv(x, states[0])
+    def advance(self, states: States, x: mx.array, lens: mx.array | None = None) -> tuple[mx.array, States]:
+        """Implements `Advance`."""
+        mixed, tails = self._conv(x, states[0], lens)
         return mixed, [tails]
 
 
@@ -163,6 +179,13 @@ def _rate(build: Scope, heads: int) -> mx.array:
     """Take `A_log` of the checkpoint and return -exp(A_log), a kept weight float32 [heads]: the log
     decay of a time step of 1."""
     return build.weights.keep(-mx.exp(build.weights.take(f"{build.prefix}A_log", heads, dtype=mx.float32)))
+
+
+def _within(x: mx.array, lens: mx.array) -> mx.array:
+    """Return x [N, L, ...] with zeros from token `lens` int32[N] on. A token with a zero time step,
+    or with a zero decay and a zero weight, changes no state."""
+    inside = mx.arange(x.shape[1])[None] < lens[:, None]
+    return x * inside.reshape(*inside.shape, *([1] * (x.ndim - 2)))
 
 
 def _softplus(x: mx.array) -> mx.array:

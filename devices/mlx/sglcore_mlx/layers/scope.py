@@ -6,21 +6,23 @@ A layer takes each weight once, by the checkpoint's name; `Scope` finds out whet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
 
 from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.checkpoint.rope_config import halves_first, rotary_dim
+from sglcore.device.errors import CheckpointError
 from sglcore_mlx.layers.linear import (
     MIN_SPLIT,
     Embedding,
     Head,
     Linear,
     LinearParts,
+    MappedHead,
     Ordered,
     Packed,
     PlainLinear,
@@ -37,13 +39,15 @@ WORD_BITS = 32
 @dataclass(frozen=True, slots=True)
 class Scope:
     """The scope in which a layer is built. `prefix`: its name in the checkpoint, with a trailing
-    dot unless empty. `max_positions`: positions are below this number."""
+    dot unless empty. `max_positions`: positions are below this number. `given`: layers of another
+    model that replace embeddings and output layers, by name."""
 
     config: ModelConfig
     weights: Weights
     kernels: LinearParts
     max_positions: int
     prefix: str = field(default="")
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def at(self, *names: str | int) -> Self:
         """Implements `layer_kinds.Build.at`: return the scope of a part of this layer; `names` are
@@ -66,6 +70,14 @@ class Scope:
         """Implements `layer_kinds.Build.linear`: return the linear layer `name` of this scope, from
         `inputs` to `outputs` elements."""
         return self.fused([(name, outputs)], inputs, bias)
+
+    def wide(self, name: str, outputs: int) -> Linear:
+        """Make a linear layer of hidden states without a bias that computes in float32."""
+        if self.form_of(name) is not None:
+            packed = self.linear(name, self.config.hidden_size, outputs)
+            return lambda x: packed(x).astype(mx.float32)
+        turned = self.at(name).parameter("weight", outputs, self.config.hidden_size, offset=0.0).T
+        return lambda x: x.astype(mx.float32) @ turned
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
@@ -114,7 +126,10 @@ class Scope:
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
         """Implements `layer_kinds.Build.embedding`: return an embedding with a weight [rows, size],
-        plain or packed, one row for each id; `scale`: a factor of the rows."""
+        plain or packed, one row for each id, or the one in `given`; `scale`: a factor of the
+        rows."""
+        if self.prefix + name in self.given:
+            return self.given[self.prefix + name]
         form = self.form_of(name)
         if form is not None:
             return Embedding(self.packed([(name, (rows,))], size, form), self.dtype, scale)
@@ -123,12 +138,34 @@ class Scope:
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
         """Implements `layer_kinds.Build.head`: return the output layer from `size` to `rows`
-        (vocabulary) elements. With `tied` it uses that embedding's weight, without additional
-        memory, and `name` is not read."""
+        (vocabulary) elements, or the one in `given`. With `tied` it uses that embedding's weight,
+        without additional memory, and `name` is not read."""
+        if self.prefix + name in self.given:
+            return self.given[self.prefix + name]
         if tied is None:
             return Head(self.linear(name, size, rows))
         weight = tied.weight
         return Head(QuantisedLinear(weight, None) if isinstance(weight, Packed) else self.plain(weight, None, rows))
+
+    def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> MappedHead:
+        """Implements `layer_kinds.Build.mapped_head`: make an output layer for a part of the
+        vocabulary. Raises `CheckpointError` for ids beyond the vocabulary."""
+        offsets = self.weights.take_raw(self.prefix + ids, "I64", rows)
+        found = np.array(offsets).astype(np.int64) + np.arange(rows)
+        if found.min(initial=0) < 0 or found.max(initial=0) >= outputs:
+            raise CheckpointError(
+                f"{ids} maps to token {found.max()} and {found.min()}",
+                wanted=f"tokens of the model's {outputs}",
+                remedy="use a draft that was made for this model",
+            )
+        row_of = np.full(outputs, rows, np.int32)
+        row_of[found] = np.arange(rows, dtype=np.int32)
+        return MappedHead(Head(self.linear(name, size, rows)), self.weights.keep(mx.array(row_of)))
+
+    def concat(self) -> Callable[..., mx.array]:
+        """Implements `layer_kinds.Build.concat`: return the function that concatenates the last
+        dimension."""
+        return lambda *parts: mx.concatenate(list(parts), axis=-1)
 
     def form_of(self, name: str) -> Form | None:
         """Return the packed format of the weight of module `name` in this scope; None: it is plain.
@@ -158,6 +195,19 @@ class Scope:
         scales = [weights.take(f"{module}.scales", *shape, groups) for module, shape in modules]
         biases = [weights.take(f"{module}.biases", *shape, groups) for module, shape in modules]
         return Packed(self._rows(words, order), self._rows(scales, order), self._rows(biases, order), form)
+
+    def unpacked(self, name: str, outputs: int, inputs: int, form: Form) -> mx.array:
+        """Take a packed weight [outputs, inputs]; return it dequantised, in the model's dtype."""
+        width, groups, module = inputs * form.bits // WORD_BITS, inputs // form.group_size, self.prefix + name
+        words = self.weights.take_raw(f"{module}.weight", "U32", outputs, width)
+        biases = None
+        if form.is_affine:
+            scales, biases = (self.weights.take(f"{module}.{part}", outputs, groups) for part in ("scales", "biases"))
+        else:
+            scales = self.weights.take_raw(f"{module}.scales", "U8", outputs, groups)
+        return mx.dequantize(words, scales, biases, group_size=form.group_size, bits=form.bits, mode=form.mode).astype(
+            self.dtype
+        )
 
     def _rows(self, arrays: list[mx.array], order: mx.array | None) -> mx.array:
         """Concatenate arrays [..., rows, width] by rows, reorder the rows (`order` None: not), keep

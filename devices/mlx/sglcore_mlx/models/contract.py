@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore_mlx.forward_batch import ForwardBatch
+from sglcore_mlx.forward_batch import Advance, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,30 @@ class LayerShape:
     """With softcap c a scaled score s becomes c * tanh(s / c). None: no softcap."""
     sinks: mx.array | None = None
     """[heads]: scores of an additional key without a value. None: no sinks."""
+    value_dim: int | None = None
+    """Latent attention: the first elements of a key are the value too, and nothing else is stored.
+    None: values are stored in addition to keys, with the same size."""
+
+    top_k: int = 0
+    """A query sees the `top_k` tokens that an indexer scores highest: this layer's, or that of a
+    layer before. 0: all."""
+    index_dim: int = 0
+    """Elements of the indexer's key, which a cache entry has after its key. 0: the layer has no
+    indexer of its own."""
+
+    @property
+    def entry(self) -> tuple[int, int, int]:
+        """The shape of a token's cache entry: keys and values, or keys only; KV heads; elements."""
+        return (2 if self.value_dim is None else 1), self.num_kv_heads, self.head_dim + self.index_dim
+
+    def index_keys(self, entries: mx.array) -> mx.array:
+        """Return the indexer's keys [..., index_dim] of cache entries [..., *entry]."""
+        return entries[..., 0, 0, self.head_dim :]
+
+    def parts(self, entries: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and the values [..., kv_heads, D] of cache entries [..., *entry]."""
+        keys = entries[..., 0, :, : self.head_dim]
+        return keys, entries[..., 1, :, :] if self.value_dim is None else keys[..., : self.value_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +95,8 @@ class Model(Protocol):
     """A model that a worker runs. No method evaluates or reads arrays on the host, so all can be
     compiled.
 
-    `states`: state shapes of each layer with a recurrent state, by state id. `num_bytes`: size of
+    `states`: state shapes of each layer with a recurrent state, by state id; `advances`: its
+    recurrence. `num_bytes`: size of
     all weights; `quantization`: their format ("none", "4-bit, groups of 64", ...).
     """
 
@@ -79,6 +104,7 @@ class Model(Protocol):
     dtype: mx.Dtype
     layers: tuple[LayerShape, ...]
     states: tuple[tuple[StateShape, ...], ...]
+    advances: tuple[Advance, ...]
     num_bytes: int
     quantization: str
 

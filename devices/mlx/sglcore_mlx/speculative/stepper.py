@@ -21,12 +21,13 @@ from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
 from sglcore.step.verification_rows import WideRows, most_lens, wide_rows, widen
 from sglcore_mlx.attention.contract import DecodeAttention
+from sglcore_mlx.forward_batch import States
 from sglcore_mlx.inputs import bucket, row_bucket, wide_inputs
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.speculative.ngram import propose
-from sglcore_mlx.speculative.verify import NONE, Drafts, Placed, Runs, accept, make_drafts, place
-from sglcore_mlx.stepper import Captured, Decode, Launched, Stepper, hidden_arrays, read_back
+from sglcore_mlx.speculative.verify import NONE, Drafts, Placed, Runs, accept, make_drafts, padded, place
+from sglcore_mlx.stepper import Captured, Launched, Stepper, hidden_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
 """`drafter(known int32[R, M], last int32[R], tokens) -> int32[R, tokens]`, as `ngram.propose`."""
 
 
+Verify: TypeAlias = Callable[..., tuple[list[mx.array], list[mx.array], list[list[mx.array]]]]
+"""A `DecodeForward.rows_to_verify`, perhaps compiled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The requests of a verification: `slots` and `limits` int32[B] (request slot, and KV slots in
@@ -51,11 +56,52 @@ class Rows:
     limits: mx.array
     most: int
 
+    @property
+    def count(self) -> int:
+        """B, the number of requests."""
+        return self.slots.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A forward of the target over N tokens of each of B requests, padded to P requests."""
+
+    logits: mx.array
+    """float32 [B * N, V]."""
+    hidden: mx.array
+    """[P * N, H]: the target's hidden states, followed by features if it returns some."""
+    fields: dict[str, mx.array]
+    """The inputs by field, [P * N] each."""
+    page_table: mx.array
+    """int32[P, n]: the pages of each request."""
+    limits: mx.array
+    """int32[P]: KV slots in the pages of each request."""
+    rows: Rows
+    """The B requests."""
+    placed: Placed
+    """The tokens of P requests."""
+    path: str
+    """The name of the path that ran."""
+    states: list[States]
+    """The recurrent states before the tokens, by layer."""
+    inputs: list[list[mx.array]]
+    """The inputs of each layer's recurrence."""
+    captured: Captured | None
+    """The requested hidden states."""
+
+    @property
+    def lengths(self) -> mx.array:
+        """int32[B * N]: the number of tokens that each token sees, including itself."""
+        return self.placed.first(self.rows.count).lengths
+
 
 class SpeculativeStepper(Stepper):
     """A stepper that drafts by n-grams of the request's own text (`drafter`), unless the host
     provides draft tokens, and verifies them in the next decode step. Decode requests have up to
     `tokens` draft tokens each; prompts run as without speculation."""
+
+    _more_rows = 0
+    """Tokens of a request that a drafter's forward has in addition to those that are verified."""
 
     def __init__(
         self,
@@ -74,7 +120,9 @@ class SpeculativeStepper(Stepper):
         self._tokens = tokens
         self._counts = Counts(tokens, tokens)
         self._wide: WideRows | None = None
-        self._wide_decodes: dict[int, Decode] = {}
+        self._verifies: dict[int, Verify] = {}
+        advanced = self._forward.advanced
+        self._advanced = mx.compile(advanced) if self._compiles else advanced
         state.drafts = make_drafts(sizes.max_requests, tokens)
         self._sampling.make_history(state)
         mx.eval(state.arrays())
@@ -91,7 +139,7 @@ class SpeculativeStepper(Stepper):
     def _extend(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Run a prefill step, then draft for the requests with a complete prompt. Return the step's
         output."""
-        output, slots = super()._generate(batch), mx.array(batch.slots)
+        output, slots = self._prefill(batch)[0], mx.array(batch.slots)
         assert output.tokens is not None
         self._drafts.lengths[slots] = mx.array(batch.seq_lens)
         lengths, roots = output.rows.select(batch.seq_lens), output.tokens.token_ids
@@ -111,28 +159,41 @@ class SpeculativeStepper(Stepper):
         many = batch if is_steady else widen(batch, wide)
         inputs = NO_INPUTS if is_steady else self._sampling.inputs(many, wide.plan)
         arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
-        logits, captured, rows, placed, path = self._verify_logits(batch, width)
-        sampled = self._sampling.verify(many, wide.plan, logits, inputs, arrived, self._state, placed.lengths)
-        runs = self._accept(sampled, rows, placed)
-        self._propose(rows.slots, runs.lengths, runs.roots, rows.most)
+        found = self._run(batch, width)
+        rows = found.rows
+        sampled = self._sampling.verify(many, wide.plan, found.logits, inputs, arrived, self._state, found.lengths)
+        runs = self._accept(sampled, rows, found.placed.first(rows.count))
+        self._advance(batch, found, runs)
+        self._follow(found, sampled.token_ids, runs)
         drafts = self._told(batch, rows.slots)
         counts = runs.accepted, runs.proposed
-        return StepOutput(wide.plan, path, sampled, runs=counts, drafts=drafts, hidden=captured)
+        return StepOutput(wide.plan, found.path, sampled, runs=counts, drafts=drafts, hidden=found.captured)
 
-    def _wide_decode_for(self, num_hidden: int) -> Decode:
-        """As `_decode_for`, for several tokens of each request."""
-        if num_hidden not in self._wide_decodes:
-            rows = replace(self._forward, num_hidden=num_hidden).rows
-            self._wide_decodes[num_hidden] = mx.compile(rows) if self._compiles else rows
-        return self._wide_decodes[num_hidden]
+    def _advance(self, batch: ScheduleBatch, found: Forwarded, runs: Runs) -> None:
+        """Advance the recurrent states by the accepted tokens."""
+        if found.states:
+            lens = padded(runs.accepted + 1, found.placed.ids.shape[0])
+            self._state.states.leave(batch, self._advanced(found.states, found.inputs, lens))
 
-    def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Captured | None, Rows, Placed, str]:
-        """Return logits float32 [B * N, V], the requested hidden states, the requests, their
-        tokens, and the name of the path. Writes the tokens to the history before anything reads it,
-        so that MLX writes in place."""
+    def _follow(self, found: Forwarded, drawn: mx.array, runs: Runs) -> None:
+        """Draft after a verification, in which drawn int32[B * N] were drawn."""
+        self._propose(found.rows.slots, runs.lengths, runs.roots, found.rows.most)
+
+    def _verify_for(self, num_hidden: int) -> Verify:
+        """As `_decode_for`, for several tokens of each request; it returns hidden states after the
+        last norm even if `num_hidden` is 0."""
+        num_hidden = max(num_hidden, 1)
+        if num_hidden not in self._verifies:
+            rows = replace(self._forward, num_hidden=num_hidden).rows_to_verify
+            self._verifies[num_hidden] = mx.compile(rows) if self._compiles else rows
+        return self._verifies[num_hidden]
+
+    def _run(self, batch: ScheduleBatch, width: int) -> Forwarded:
+        """Run the target over `width` tokens of each request. Writes the tokens to the history
+        before anything reads it, so that MLX writes in place."""
         count, state, table, wanted = batch.batch_size, self._state, self._table, hidden_rows(batch, width)
-        num_hidden = hidden_arrays(batch, wanted)
-        most = int(most_lens(batch, width).max())
+        verify = self._verify_for(hidden_arrays(batch, wanted))
+        most = int(most_lens(batch, width + self._more_rows).max())
         pages = bucket(-(-most // table.page_size), table.rows.shape[1])
         size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
         given = wide_inputs(self._batch_type, batch, table, size, pages, width)
@@ -149,11 +210,23 @@ class SpeculativeStepper(Stepper):
             "input_ids": placed.ids.reshape(-1),
             "out_cache_loc": placed.cells(page_table, table.page_size),
         }
-        decode = self._wide_decode_for(num_hidden)
-        (logits, *hidden), state.cells, _ = decode(fields, page_table, state.cells, [])
+        states = state.states.take(batch, size)
+        (logits, hidden, *before), state.cells, inputs = verify(fields, page_table, state.cells, states)
         path = f"compiled:{size}x{width}" if self._compiles else "eager"
         rows = Rows(slots[:count], limits[:count], most)
-        return logits[: count * width], read_back(wanted, *hidden), rows, placed.first(count), path
+        return Forwarded(
+            logits[: count * width],
+            hidden,
+            fields,
+            page_table,
+            limits,
+            rows,
+            placed,
+            path,
+            states,
+            inputs,
+            self._read_back(wanted, hidden, *before),
+        )
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
         number = batch.composition * (self._tokens + 2) + width
@@ -204,4 +277,4 @@ class SpeculativeStepper(Stepper):
         """Wait for the running step and release compiled functions, as `Stepper.close`; call it on
         the stream thread."""
         super().close()
-        del self._wide_decodes
+        del self._verifies, self._advanced

@@ -105,3 +105,9 @@ def accept(drawn: mx.array, placed: Placed, drafts: Drafts, slots: mx.array, lim
     lengths = mx.minimum(before + accepted + 1, mx.maximum(limits, before))
     counted = ((proposed >= 0) & usable).astype(mx.int32).sum(axis=1)
     return Runs(accepted.astype(mx.int32), counted.astype(mx.int32), roots, lengths)
+
+
+def padded(values: mx.array, rows: int) -> mx.array:
+    """Pad [B, ...] with zeros to `rows` rows."""
+    missing = rows - values.shape[0]
+    return mx.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1)) if missing else values

@@ -1,0 +1,101 @@
+"""Loads the draft model of a target, with the target's embedding and output layer where it has none
+of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.config.draft_kinds import MTP
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models.drafts.draft_checkpoint import EMBEDDING, HEAD
+from sglcore.models.drafts.draft_config import (
+    LAYERS,
+    STANDALONE,
+    check_vocabulary,
+    draft_classes,
+    draft_config,
+    shared_parts,
+    tensor_shapes,
+)
+from sglcore.models.layer_kinds import Architecture
+from sglcore.step.sizing import size_text
+from sglcore_mlx.layers.linear import LinearParts
+from sglcore_mlx.load import LoadedModel, load_model
+from sglcore_mlx.models.contract import Model
+from sglcore_mlx.models.features import FeatureModel
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A loaded draft model, and the target as it runs with it: with the features that the draft
+    reads."""
+
+    kind: str
+    model: LoadedModel
+    target: Model
+
+    def features(self, hidden: mx.array) -> mx.array:
+        """Return the features [T, F] for the draft in the target's output [T, H + F]."""
+        return self.target.features(hidden) if isinstance(self.target, FeatureModel) else hidden
+
+
+def load_draft(
+    config: EngineConfig,
+    folder: Path,
+    kind: str,
+    target: LoadedModel,
+    *,
+    parts: LinearParts,
+    ledger: DecisionLedger,
+    progress: Callable[[int, int], None],
+) -> Draft:
+    """Load the draft of a kind from its folder, in the target's dtype and for its positions, and
+    record it in the ledger. Waits.
+
+    Raises ConfigError, before it reads weights, for a draft of another kind, one that does not fit
+    the target, or one with recurrent states; and the errors of `load_model`.
+    """
+    own = _configured(config, folder, kind, target)
+    names = {} if kind == STANDALONE else shared_parts(kind, tensor_shapes(folder))
+    of_target = {EMBEDDING: target.architecture.embed_ids, HEAD: target.logits}
+    model = load_model(
+        folder,
+        own,
+        dtype=target.dtype,
+        max_positions=config.max_model_len or target.config.context_length,
+        parts=parts,
+        progress=progress,
+        architectures=draft_classes(),
+        check=_check,
+        given={name: of_target[part] for name, part in names.items()},
+    )
+    shared = " and ".join(names.values()) or "nothing"
+    told = f"{size_text(model.num_bytes)} of weights in {folder}; shared with the model: {shared}"
+    if (layers := own.words.get(LAYERS, 1)) > 1:
+        told += f"; the first of its {layers} layers drafts all tokens"
+    ledger.record(Row("draft model", kind, kind, told, "--draft-model"))
+    aux_layers: tuple[int, ...] = () if kind == STANDALONE else model.architecture.aux_layers
+    return Draft(kind, model, FeatureModel(target, aux_layers) if aux_layers else target)
+
+
+def _configured(config: EngineConfig, folder: Path, kind: str, target: LoadedModel) -> ModelConfig:
+    """Return the configuration from which the draft is built. Of several MTP layers it has the
+    first."""
+    if kind == STANDALONE:
+        return check_vocabulary(folder, target.config)
+    return draft_config(folder, kind, target.architecture, replace(config, draft_tokens=1) if kind == MTP else config)
+
+
+def _check(model: Architecture) -> None:
+    if model.state_layers:
+        kept = "a state of each request, which cannot undo its draft tokens"
+        raise ConfigError(f"the draft keeps {kept}", remedy="use another draft")
+    if any(layer.top_k for layer in model.attention_layers):
+        raise ConfigError("the draft has an indexer, which this device does not run yet", remedy="--speculative ngram")
