@@ -117,7 +117,7 @@ def test_a_table_without_candidates_that_refuse_keeps_what_it_says_of_itself() -
     table = (
         KernelTable()
         .replace(rotary=Limited(vendor_rotary, whole))
-        .storing("float8_e4m3fnuz")
+        .storing("e4m3fnuz")
         .refusing("a library was refused")
     )
     left = fitted(table, KernelTable.rotary, PARTLY, refusals=None)

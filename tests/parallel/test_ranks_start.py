@@ -317,13 +317,9 @@ def test_a_gguf_file_has_no_architecture_by_a_name_of_transformers(
         monkeypatch.setattr(ranks_start, name, lambda *given, **more: None)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     ranks_start.check_ranks(CONFIG, tmp_path / "m.gguf", choice_of())
-    for settings, said in (
-        ({"model_impl": "transformers"}, "tp is 2 and model_impl is 'transformers'"),
-        ({"dp": 2, "hisparse": "on"}, "dp is 2 and hisparse is 'on'"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            ranks_start.check_ranks(replace(CONFIG, **settings), tmp_path / "m.gguf", choice_of())
-    for settings in ({"model_impl": "auto"}, {"dp": 2, "hisparse": "off"}, {"dp": 2}, {"hisparse": "on"}):
+    with pytest.raises(ConfigError, match="tp is 2 and model_impl is 'transformers'"):
+        ranks_start.check_ranks(replace(CONFIG, model_impl="transformers"), tmp_path / "m.gguf", choice_of())
+    for settings in ({"model_impl": "auto"}, {"dp": 2, "hisparse": "on"}, {"dp": 2}, {"hisparse": "on"}):
         ranks_start.check_ranks(replace(CONFIG, **settings), tmp_path / "m.gguf", choice_of())
 
 

@@ -17,7 +17,7 @@ from sglcore.layers.torch_layers import Build
 from sglcore.models.transformers_backend.deferred_sums import added
 from sglcore.models.transformers_backend.kernel_layers import Norm, Rows
 from sglcore.models.transformers_backend.module_probes import embedding_scale
-from sglcore.models.transformers_backend.shape_walk import LENGTHS, walk
+from sglcore.models.transformers_backend.shape_walk import lengths_of, walk
 
 
 class PackedHead(nn.Module):
@@ -217,7 +217,7 @@ def find_last_norm(model: PreTrainedModel, *, has_states: bool) -> nn.Module | N
     ]
     hooks.append(decoder.register_forward_hook(lambda *given: ends.append(given[-1][0])))
     try:
-        walk(model, lengths=LENGTHS[:1], has_states=has_states)
+        walk(model, lengths=lengths_of(model)[1:], has_states=has_states)
     finally:
         for hook in hooks:
             hook.remove()

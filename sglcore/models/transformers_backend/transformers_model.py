@@ -48,6 +48,9 @@ class TransformersModel(Architecture):
         AttentionInterface.register(MASKED, attend)
         AttentionMaskInterface.register(MASKED, make_zeros)
         model, self.state_layers, replaced, why = _replaced_model(build)
+        # Before the walk of `find_biases`: what modules keep of the last walk is compared later.
+        self._last_norm = find_last_norm(model, has_states=bool(self.state_layers))
+        self.against_norm_inputs = "" if self._last_norm is not None else "its class does not end with a norm"
         self._places = Places(build.dtype)
         self._has_places = find_biases(model, replaced.owns)
         if self._has_places and build.max_positions > FARTHEST:
@@ -56,8 +59,6 @@ class TransformersModel(Architecture):
                 f"{FARTHEST}",
                 remedy=f"set --max-model-len to at most {FARTHEST}",
             )
-        self._last_norm = find_last_norm(model, has_states=bool(self.state_layers))
-        self.against_norm_inputs = "" if self._last_norm is not None else "its class does not end with a norm"
         use_attention(model, MASKED if self._has_places else PAGED)
         _place(model, build)
         replaced.place(build)

@@ -85,7 +85,7 @@ def test_a_chats_prompt_has_the_templates_own_special_tokens_and_no_others(make:
     started(frontend, progress=True, request_id="chatcmpl-1", params=SamplingParams(seed=3))
     ((prompt, params, named),) = frontend.given
     assert prompt == frontend.format.render([USER]).text and params.seed == 3
-    assert named == {"special": False, "progress": True, "request_id": "chatcmpl-1", "answer_id": ""}
+    assert named == {"special": False, "progress": True, "request_id": "chatcmpl-1", "answer_id": "", "prompts": 1}
     count = asyncio.run(count_prompt(frontend, asked(), "messages"))
     assert count == len(frontend.codec.encode(prompt, special=False))
 

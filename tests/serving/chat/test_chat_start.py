@@ -117,7 +117,7 @@ def test_the_template_has_all_special_tokens_of_a_prompt_and_the_engine_the_id_o
 
     asyncio.run(play())
     started, counted = frontend.asked
-    named = {"special": False, "progress": progress, "request_id": name, "answer_id": ""}
+    named = {"special": False, "progress": progress, "request_id": name, "answer_id": "", "prompts": 1}
     assert started == {"prompt": "prompt", **named}
     assert counted == {"prompt": "prompt", "special": False}
 
