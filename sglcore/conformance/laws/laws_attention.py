@@ -238,9 +238,16 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
 
 
 def backends(target: Target) -> tuple[str, ...]:
-    """Return the names of the package's attention backends, usable here or not; none if the device
-    is not of the torch runtime."""
-    return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
+    """Return the names of the package's attention backends, usable here or not, without those that
+    read no keys and values of heads; none if the device is not of the torch runtime."""
+    if "torch_runtime" not in target.capabilities():
+        return ()
+    classes = target.importable_attention()
+    return tuple(
+        name
+        for name in target.package.attention
+        if name not in classes or any(map(classes[name].facts.takes_layout, POOL_KINDS))
+    )
 
 
 def _starts(target: Target, backend: str, is_extra: bool) -> Sequence[Mapping[str, str | int]]:
@@ -268,7 +275,7 @@ def attention_cases(target: Target) -> tuple[str, ...]:
         return ()
     found: list[str] = []
     classes = target.usable_attention()
-    for name in target.package.attention:
+    for name in backends(target):
         found += [f"{name}/{mode}" for mode in MODES]
         features = classes[name].facts.features if name in classes else frozenset[str]()
         for asked, feature in (("window", "sliding_window"), *zip(EXTRAS, EXTRAS, strict=True)):
