@@ -172,14 +172,8 @@ class Target:
         found = self.importable_attention()
         if "torch_runtime" not in self.capabilities():
             return found
-        from sglcore.runtime.memory.pools import POOL_KINDS
-
         return MappingProxyType(
-            {
-                name: kind
-                for name, kind in found.items()
-                if any(map(kind.facts.takes_layout, POOL_KINDS)) and not _refuses(kind)
-            }
+            {name: kind for name, kind in found.items() if reads_heads(kind) and not _refuses(kind)}
         )
 
     def geometry(self, backend: str | None = None) -> Geometry:
@@ -273,6 +267,14 @@ def package_folder(name: str) -> Path | None:
 def _module_folder(point: EntryPoint) -> Path | None:
     spec = find_spec(point.module.split(".")[0])
     return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def reads_heads(kind: Any) -> bool:
+    """Return whether an attention backend of the torch runtime reads keys and values of heads, in
+    any layout; not one that reads rows alone."""
+    from sglcore.runtime.memory.pools import POOL_KINDS
+
+    return any(map(kind.facts.takes_layout, POOL_KINDS))
 
 
 def _refuses(backend: Any) -> bool:

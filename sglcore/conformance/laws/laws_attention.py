@@ -33,7 +33,7 @@ from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.laws.laws_kernels import check_rows
 from sglcore.conformance.mutants import mutants_attention as broken
 from sglcore.conformance.mutants.mutants_facts import READS_LENGTHS
-from sglcore.conformance.target import Target
+from sglcore.conformance.target import Target, reads_heads
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
@@ -243,11 +243,7 @@ def backends(target: Target) -> tuple[str, ...]:
     if "torch_runtime" not in target.capabilities():
         return ()
     classes = target.importable_attention()
-    return tuple(
-        name
-        for name in target.package.attention
-        if name not in classes or any(map(classes[name].facts.takes_layout, POOL_KINDS))
-    )
+    return tuple(name for name in target.package.attention if name not in classes or reads_heads(classes[name]))
 
 
 def _starts(target: Target, backend: str, is_extra: bool) -> Sequence[Mapping[str, str | int]]:

@@ -164,8 +164,9 @@ def _view_maker(batch_type: type[ForwardBatch]) -> Callable[[ForwardBatch], Forw
 def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
     """Return facts for pools of one layout, with the features that all backends have.
 
-    `takes_stored` and `takes_bounds` if all have it, `needs_host_lengths` if one does. Other fields
-    do not restrict: each backend was selected for its own layers.
+    `takes_stored` and `takes_bounds` if all have it, `needs_host_lengths` if one does,
+    `masks_bounds` if none needs exact lengths. Other fields do not restrict: each backend was
+    selected for its own layers.
     """
     features = frozenset.intersection(*(each.features for each in facts))
     return AttentionFacts(
