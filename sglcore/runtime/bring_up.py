@@ -206,7 +206,7 @@ def attention(
             return failure_of(partial(built, backend), found, model.dtype, getattr(torch, facts.index_dtype), captured)
 
         given, refused = (config, package, facts, str(model.dtype), shape, cells, whom, ledger, tried), Refusals()
-        backend = built(choose_attention(*given, verifies=speculation is not None), refused)
+        backend = built(choose_attention(*given), refused)
         ledger.record(*refused.rows())
         return backend
 

@@ -159,11 +159,10 @@ def choose_attention(
     whom: str,
     ledger: DecisionLedger,
     tried: Tried | None = None,
-    verifies: bool = False,
 ) -> type[AttentionBackend]:
     """Return the first backend class that serves a shape over the pool `cells`, and record it in
     the ledger: the device package's candidates first, then `OF_ROWS` for KV rows. `tried` tries one
-    that calls a library; `verifies`: it serves steps with draft tokens.
+    that calls a library.
 
     If stream graphs are configured for a model that decodes, it must also support capture; with
     `config.graph` "auto", one without capture is taken if no other serves. Raises as
@@ -178,7 +177,7 @@ def choose_attention(
         facts.index_dtype,
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
         cells.layout,
-        verifies,
+        shape.has_bounds,
     )
     # Candidates after the package's own; they do not replace a candidate of the same name.
     offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {}), **package.attention}
