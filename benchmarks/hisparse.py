@@ -44,7 +44,6 @@ from torch import Tensor
 
 import sglcore_sim
 from sglcore.config.engine_config import resolve_config
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.engine.metered_worker import Meter
 from sglcore.engine.start import start
 from sglcore.runtime.attention.layer import Attention
@@ -58,6 +57,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 OWN = (0.02, 0.1, 0.3)
 SMALLER, TOP_K, PAGE, VOCAB = 16, 16, 16, 4000

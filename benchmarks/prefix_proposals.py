@@ -16,11 +16,11 @@ import time
 import numpy as np
 from results import machine, write_results
 
-from sglcore.device.worker import Limits
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.cache.prefix_proposals import PrefixProposals
 from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import Limits
 
 COUNT, PROMPT, ROUNDS = 4, 512, 5
 

@@ -34,10 +34,10 @@ from results import machine, write_results
 from server_client import get, request_bytes, served, stream
 
 from sglcore import LLM, SamplingParams
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.errors import WorkerLost
+from sglcore.core.errors import WorkerLost
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Channel, Kind
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.parallel.engine import RankedEngine
 from tests.parallel.ranks.test_serve_ranks import ranks_of
 from tests.parallel.soak import held, resident, soak

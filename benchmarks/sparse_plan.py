@@ -21,7 +21,6 @@ from results import machine, write_results
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.checkpoint.model_config import RopeConfig
-from sglcore.device.batch import ForwardMode
 from sglcore.device.package import resolve
 from sglcore.runtime.attention.contract import AttentionShape, Bucket
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
@@ -30,6 +29,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.deepseek_v4_rows import DeepSeekV4TokenToKVPool, kept_rows
 from sglcore.runtime.memory.kv_rows import RowCounts
 from sglcore.runtime.memory.pools import ReqToTokenPool, WindowTable
+from sglcore.worker.schedule_batch import ForwardMode
 from sglcore_cpu import package
 
 PAGE, WINDOW, REPEATS, DRAFTS = 256, 128, 200, 4

@@ -27,8 +27,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.batch import ForwardMode
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.models.single_steps import Steps
 from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -39,6 +37,8 @@ from sglcore.runtime.parallel.expert_dispatch import RaggedDispatcher
 from sglcore.runtime.parallel.process_group import Group
 from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.step.micro_batch_cut import CutTerms, Staggers
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.topology import Communication, Place, Topology
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB, TOKENS = 12, 512, 8, 64, 1024, 64, 126
 PARTS = (0.25, 0.5, 1.0, 2.0)

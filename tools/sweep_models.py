@@ -44,7 +44,7 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from sglcore.device.errors import SglcoreError  # noqa: E402
+from sglcore.core.errors import SglcoreError  # noqa: E402
 from tests.models.transformers_cases import compare, compare_served, sizes_of, tiny_model  # noqa: E402
 
 EQUAL = 2e-4

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.attention.contract import AttentionBackend, Bucket
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 from .made import Opened, opened, smaller
 from .run import Run, share

@@ -20,9 +20,9 @@ from torch import Tensor
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.conformance.mutant import wrap_steps
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.bring_up import BringUp
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
 from sglcore.engine.core import Engine
 from sglcore.engine.start import choose_overlap, embedded_model, no_progress

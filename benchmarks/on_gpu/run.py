@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig, resolve_config
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.selection import Choice
 from sglcore.engine.start import bring_up, choose, embedded_model, facts_of, no_progress

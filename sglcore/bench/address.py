@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
 
 NOT_SAID = "the server gave no details"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from sglcore.bench.request_record import Record
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 LATENCIES: Mapping[str, str] = MappingProxyType(
     {

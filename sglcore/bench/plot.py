@@ -14,7 +14,7 @@ from typing import Any
 from sglcore.bench.figures import Figures, percentile, values_of
 from sglcore.bench.long_prompt_effect import awaited
 from sglcore.bench.request_record import Record
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 INK, ACCENT, SECOND, BAD, LINE = "#24221e", "#0b6e63", "#b3640a", "#a3262c", "#e5e1d8"
 RIGHT: Mapping[str, Any] = MappingProxyType({"xytext": (6, -10), "ha": "left"})

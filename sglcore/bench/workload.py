@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 LONG_OUTPUT = 8
 """Output tokens of a long prompt. A single one could decode to no text, and the request would count

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.core.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.model_config import ModelConfig, RopeConfig, rope_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS: Mapping[int, str] = MappingProxyType({0: SLIDING, 4: SPARSE, 128: HEAVY})

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 Kind = tuple[str, Callable[[Any], bool]]
 """A description of the wanted value, and a function that checks a value."""

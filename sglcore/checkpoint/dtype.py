@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import Row
 
 HALF = ("bfloat16", "float16")
 WIDE = "float32"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglcore.checkpoint.checkpoint_files import read_json
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 GENERATION = "generation_config.json"
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, COMMON, SPARSE_LLAMA, architecture_name
 from sglcore.checkpoint.gguf_header import REMEDY, GgufHeader
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 LARGEST = 1 << 24
 """Upper bound of counts; a larger one means a damaged file."""

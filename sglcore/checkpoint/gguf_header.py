@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 FULL, SHARED = "full", "shared"
 INNER_EPS = 1e-6

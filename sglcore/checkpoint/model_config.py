@@ -18,7 +18,7 @@ from sglcore.checkpoint.encoder_config import common_words, language_model
 from sglcore.checkpoint.gguf_config import gguf_config
 from sglcore.checkpoint.gguf_header import is_gguf, read_header
 from sglcore.checkpoint.pooling_config import Pooling, read_pooling
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 PROPORTIONAL = "proportional"

@@ -8,8 +8,8 @@ from dataclasses import replace
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Constraint, constraints
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Topology, divisors
+from sglcore.core.errors import ConfigError
+from sglcore.worker.topology import Topology, divisors
 
 
 def check_topology(config: ModelConfig, topology: Topology) -> None:

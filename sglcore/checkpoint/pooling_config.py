@@ -12,7 +12,7 @@ from typing import Any
 
 from sglcore.checkpoint.checkpoint_files import read_json, read_list
 from sglcore.checkpoint.encoder_config import CLASSIFIER, ENCODERS
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 MODULES = "modules.json"
 POOLING = "1_Pooling"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 SUPPORTED = (
     "gptq, awq (gemm), fp8, mxfp4 (experts), "

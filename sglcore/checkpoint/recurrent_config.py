@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 LINEAR, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 NAMES = MappingProxyType(

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from sglcore.checkpoint.model_config import PROPORTIONAL, ModelConfig, RopeConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 Frequencies: TypeAlias = tuple[np.ndarray, float]
 """float32 [R / 2], the angle per position in radians, and the factor of cosines and sines."""

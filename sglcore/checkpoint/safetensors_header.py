@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 PLAIN_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
 """The element types of plain weights -> bytes of an element."""

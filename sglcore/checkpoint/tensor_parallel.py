@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.checkpoint.quantization_config import read_quantization
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 MOST_WIDTH = 64
 """Largest size that is tried for the list of sizes that fit."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sglcore.device.errors import SglcoreError, no_space
+from sglcore.core.errors import SglcoreError, no_space
 from sglcore.engine.process_end import drop_output, leave
 
 

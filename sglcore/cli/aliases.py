@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

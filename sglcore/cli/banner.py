@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 
 if TYPE_CHECKING:
     from sglcore.engine.start import Started

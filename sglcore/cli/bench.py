@@ -20,7 +20,7 @@ from sglcore.cli.bench_links import links
 from sglcore.cli.setting_flags import engine_settings, with_settings
 from sglcore.cli.usage import Command
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglcore.bench.address import Address

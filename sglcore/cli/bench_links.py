@@ -10,7 +10,7 @@ import typer
 
 from sglcore.cli.setting_flags import engine_settings
 from sglcore.config.engine_config import resolve_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglcore.engine.ranks.link_measurement import LinkFigures

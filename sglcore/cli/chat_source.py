@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from sglcore.bench.address import Address, ServerError, refusal, unreachable
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 
 if TYPE_CHECKING:
     from sglcore.engine.llm import LLM

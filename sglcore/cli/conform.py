@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.device.choice import Requested
 from sglcore.device.discovery import discover
-from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.device.selection import find_installed
 
 

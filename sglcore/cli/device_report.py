@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 
 import typer
 
+from sglcore.core.errors import DeviceError
 from sglcore.device.candidate import Candidate, claims_of, try_package
 from sglcore.device.choice import Requested, requested_device
 from sglcore.device.discovery import Installed, discover
-from sglcore.device.errors import DeviceError
 from sglcore.device.package import resolve
 from sglcore.device.pci import PciDevice, unclaimed_devices
 from sglcore.device.selection import Choice, decide, find_installed

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from types import MappingProxyType
 
+from sglcore.core.errors import SglcoreError
 from sglcore.device.candidate import Candidate, claims_of, try_package
 from sglcore.device.choice import requested_device
 from sglcore.device.control_group import memory_limits
 from sglcore.device.discovery import Installed, discover
-from sglcore.device.errors import SglcoreError
 from sglcore.device.pci import unclaimed_devices
 from sglcore.device.selection import decide
 from sglcore.device.system import System, host_system

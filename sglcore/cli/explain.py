@@ -24,7 +24,7 @@ def explain(
     change it."""
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
-    from sglcore.device.errors import ConfigError
+    from sglcore.core.errors import ConfigError
     from sglcore.engine.model_download import is_hub_name
     from sglcore.engine.start import is_model, start
 

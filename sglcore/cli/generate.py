@@ -12,7 +12,7 @@ import typer
 
 from sglcore.cli import options
 from sglcore.cli.setting_flags import engine_settings
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:
     from sglcore.engine.llm import LLM

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 
 if TYPE_CHECKING:
     from sglcore.cli.device_report import Survey

@@ -16,7 +16,7 @@ from sglcore.cli.aliases import role_name
 from sglcore.cli.setting_flags import engine_settings, flag_names, split_settings
 from sglcore.config.engine_config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.process_end import drop_output
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     Done before the server listens, so that a missing device ends the command. Raises DeviceError,
     or ConfigError if there are too few devices.
     """
-    from sglcore.device.ledger import DecisionLedger
+    from sglcore.core.ledger import DecisionLedger
     from sglcore.engine.start import choose
     from sglcore.serving.replicas.replica_devices import devices_of
 
@@ -204,7 +204,7 @@ def _endpoints(frontend: ChatFrontend) -> str:
 
 def _banner(frontend: ChatFrontend, *, verbose: bool) -> None:
     from sglcore.cli.banner import show_start
-    from sglcore.device.ledger import Row
+    from sglcore.core.ledger import Row
 
     info = frontend.info
     assert info is not None

@@ -27,7 +27,7 @@ from sglcore.cli.aliases import (
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
 from sglcore.config.settings import Setting, settings_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 OTHERS = "Flags of other engines"
 PARTS: Mapping[type, str] = MappingProxyType({EngineConfig: "Engine", ServerConfig: "Server"})

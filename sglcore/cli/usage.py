@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 
 OWN = "Options"
 HYPHEN = "\u2011"

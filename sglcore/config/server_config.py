@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sglcore.config.settings import PREFIX, check_values, setting, settings_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 PREFIX = "SGLCORE_"
 

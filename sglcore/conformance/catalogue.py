@@ -21,7 +21,7 @@ from sglcore.conformance.laws import (
     laws_sparse,
     laws_speculative,
 )
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 LAWS: tuple[Law, ...] = tuple(
     sorted(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglcore.conformance.gaps import read_record, read_tables
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.import_references import Ref, modules
 
 if TYPE_CHECKING:

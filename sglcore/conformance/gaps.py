@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 T = TypeVar("T")
 FILE = "gaps.toml"

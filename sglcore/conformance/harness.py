@@ -17,7 +17,6 @@ from sglcore.conformance.law import LawBroken
 from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.conformance.target import Geometry, StartedDevice
 from sglcore.device.facts import Facts
-from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.engine.output_processor import HiddenParts
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.sampling.params import SamplingParams
@@ -25,6 +24,7 @@ from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import Limits, TokenLogprobs
 
 SHOWN = 4
 """Number of alternative tokens to compare by log-probability, in addition to the chosen token."""

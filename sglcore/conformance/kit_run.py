@@ -23,7 +23,7 @@ from sglcore.conformance.oracle import Oracle, check_results
 from sglcore.conformance.recorded_steps import Record, Replayed, replay
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Geometry, Target
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.runtime.memory.pools import PoolKind
 
 Verdict = Literal["passed", "failed", "skipped"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sglcore.conformance.harness import Harness, Result
 from sglcore.conformance.inputs.kit_models import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
-from sglcore.device.worker import TokenLogprobs
+from sglcore.worker.model_worker import TokenLogprobs
 
 Scores = NDArray[np.float32]
 

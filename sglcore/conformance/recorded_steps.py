@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.recording_worker import RecordingWorker
-from sglcore.device.batch import ForwardMode, OneShot, ScheduleBatch
-from sglcore.device.errors import ConfigError
-from sglcore.device.worker import BatchResult, ModelWorker, TokenLogprobs
+from sglcore.core.errors import ConfigError
 from sglcore.engine.core import Engine
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import BatchResult, ModelWorker, TokenLogprobs
+from sglcore.worker.schedule_batch import ForwardMode, OneShot, ScheduleBatch
 
 FORMAT = 1
 RecordedStep = tuple[ScheduleBatch, BatchResult]

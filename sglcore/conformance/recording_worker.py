@@ -3,8 +3,8 @@ one scheduler after another."""
 
 from __future__ import annotations
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.worker.model_worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 STRIDE = 1 << 20
 """Composition numbers for one scheduler. A worker takes equal numbers for equal rows, so each

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.fixture import FILE, Fixture, read_fixture
 from sglcore.conformance.mutant import Mutant, wrap_steps
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.bring_up import BringUp
 from sglcore.device.candidate import run_probe
 from sglcore.device.choice import Requested
 from sglcore.device.discovery import GROUP, discover
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.selection import find_installed
-from sglcore.device.worker import ModelWorker
+from sglcore.worker.model_worker import ModelWorker
 
 if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import PoolKind, TokenToKVPool

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from sglcore.device.errors import BringUpError
+from sglcore.core.errors import BringUpError
 
 StepFunction: TypeAlias = Callable[..., object]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglcore.core.errors import DeviceError, SglcoreError
 from sglcore.device.discovery import Installed, pip
-from sglcore.device.errors import DeviceError, SglcoreError
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.pci import PciClaim, PciDevice
 from sglcore.device.probe import ProbeReport

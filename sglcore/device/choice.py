@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
+from sglcore.core.errors import DeviceError
 from sglcore.device.discovery import Installed
-from sglcore.device.errors import DeviceError
 from sglcore.device.package import DevicePackage
 
 VARIABLE = "SGLCORE_DEVICE"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from sglcore.device.errors import DeviceError
+from sglcore.core.errors import DeviceError
 from sglcore.device.package import API, DevicePackage, understood
 
 GROUP = "sglcore.devices"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from sglcore.device.errors import DeviceError
+from sglcore.core.errors import DeviceError
 
 Ref: TypeAlias = str
 """`"module:name"`: an object that is imported only when it is used. `"wrapper(ref)"`: the result of

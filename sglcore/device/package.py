@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from sglcore.core.errors import ConfigError, DeviceError
 from sglcore.device.adapter import adapted
-from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.import_references import Ref, modules, owner
 from sglcore.device.import_references import resolve as resolve
 from sglcore.device.pci import PciClaim
-from sglcore.device.topology import Communication
+from sglcore.worker.topology import Communication
 
 API = 3
 """The contract's API number that new packages declare. docs/add-a-device.md says what a number

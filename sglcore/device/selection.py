@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from sglcore.core.errors import DeviceError, SglcoreError
+from sglcore.core.ledger import Row
 from sglcore.device.candidate import Candidate, claims_of, likely_devices, try_package
 from sglcore.device.choice import VARIABLE, ChosenDevice, Requested
 from sglcore.device.discovery import Installed, pip
-from sglcore.device.errors import DeviceError, SglcoreError
-from sglcore.device.ledger import Row
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciDevice, unclaimed_devices
 from sglcore.device.probe import ProbeReport

@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sglcore.device.ledger import Row
-from sglcore.device.worker import ModelWorker
+from sglcore.core.ledger import Row
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import RequestOutput, TextDelta
 from sglcore.engine.structured_output.grammar_cache import Grammars, open_grammars
@@ -30,6 +29,7 @@ from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.result_checks import longest_prompt
+from sglcore.worker.model_worker import ModelWorker
 
 Prompt = str | Sequence[int] | PromptEmbeds
 Text = TypeVar("Text")

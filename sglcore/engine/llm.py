@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sglcore.config.engine_config import EngineConfig, resolve_config
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.engine.core import Engine, Prompt
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.progress import Progress

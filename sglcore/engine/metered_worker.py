@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.swap_counts import SwapCounts
-from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.worker.model_worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.swap_counts import SwapCounts
 
 
 class Meter:

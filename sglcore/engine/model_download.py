@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER, INDEX, SINGLE, weight_names
 from sglcore.checkpoint.gguf_header import SUFFIX
-from sglcore.device.errors import ConfigError, no_space
+from sglcore.core.errors import ConfigError, no_space
 from sglcore.engine.tokenizers.converted_tokenizer import MORE_FILES as TOKENIZER_FILES
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.worker import ModelWorker, Trial
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import ModelWorker, Trial
 
 TOKENS = 64
 """Tokens of each measured text."""

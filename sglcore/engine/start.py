@@ -14,21 +14,21 @@ from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER
 from sglcore.checkpoint.generation_config import GENERATION, read_sampling
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import BringUpError, ConfigError
+from sglcore.core.garbage_collection import no_collection
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import BringUp
 from sglcore.device.choice import ChosenDevice, Requested, check_same
 from sglcore.device.discovery import discover
-from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
-from sglcore.device.garbage_collection import no_collection
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
 from sglcore.device.selection import Choice, select
 from sglcore.device.system import host_system
-from sglcore.device.topology import Place
-from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.model_download import Hub, commit_of, is_hub_name
 from sglcore.engine.speed_trial import keep_faster
 from sglcore.sampling.params import SamplingError, SamplingParams
+from sglcore.worker.model_worker import Limits, ModelWorker
+from sglcore.worker.topology import Place
 
 if TYPE_CHECKING:
     from sglcore.engine.ranks.ranks_start import RankOptions

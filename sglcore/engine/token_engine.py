@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglcore.device.worker import ModelWorker
 from sglcore.engine.disaggregation.transfer_messages import PageSide
 from sglcore.engine.structured_output.grammar_cache import Compiling, Grammars
 from sglcore.sampling.grammar_spec import GrammarBusy, GrammarError
@@ -24,6 +23,7 @@ from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput, FinishReason
 from sglcore.schedule.result_checks import check_request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.worker.model_worker import ModelWorker
 
 COMPILE_WAIT = 0.002
 """Seconds that a step waits for a grammar's compilation, or for another engine, if nothing else can

@@ -11,7 +11,7 @@ from torch import Tensor
 from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.build_scope import Scope
 from sglcore.layers.expert_routing import Routing, make_routing
 from sglcore.layers.linear import Linear

@@ -17,7 +17,7 @@ from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rope_config import halves_first, rotary_dim
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.build_scope import Scope
 from sglcore.layers.clamped_mlp import LimitedMlp

@@ -14,8 +14,8 @@ from sglcore.checkpoint.model_config import check_context
 from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.checkpoint.tensor_parallel import check_divisible
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.layer_kinds import Architecture
 from sglcore.models.weights.model_loader import load_model

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 CAUSAL = "AutoModelForCausalLM"
 _READ = ("AutoConfig", CAUSAL)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
 from sglcore.checkpoint.recurrent_config import mamba2_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.layer_kinds import Architecture, Array, Attention, Batch, Build, Layer, Norm, Stateful
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from sglcore.checkpoint.checkpoint_files import read_json
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.checkpoint.model_config import EMPTY, ModelConfig, architecture_of, read_config, served
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.checkpoint_code import brings_code, code_files, code_modules
 from sglcore.models.transformers_backend.verified_types import PROVEN, VERSION

@@ -16,7 +16,7 @@ from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 Array: TypeAlias = Any
 """A tensor or an array of the worker's library. The libraries have no common type."""

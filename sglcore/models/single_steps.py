@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.device.package import resolve
 from sglcore.models.layer_kinds import Architecture
@@ -26,6 +25,7 @@ from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import Extensions, ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.token_table import TokenTable
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 PAGE, SLOTS, CONTEXT = 4, 3, 128
 FACTS = Facts(tensor_device="cpu", shares_host_memory=True)

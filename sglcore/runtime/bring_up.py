@@ -15,12 +15,11 @@ import torch
 
 from sglcore.checkpoint.rope_config import mrope_axes
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import one_line
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import Again, BringUp
-from sglcore.device.errors import one_line
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
-from sglcore.device.worker import Limits
 from sglcore.runtime.attention.backend_selection import choose_attention, shape_of
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
@@ -73,6 +72,7 @@ from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.tp_worker import StepKind, TpModelWorker
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.slice_decisions import slice_budget
+from sglcore.worker.model_worker import Limits
 
 if TYPE_CHECKING:
     from sglcore.runtime.graph_runner import GraphRunner

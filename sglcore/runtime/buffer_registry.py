@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.staging import HostBlock
 from sglcore.runtime.torch_fields import torch_dtype
 from sglcore.step.batch_field import Axis, FieldSpec, Fill, When, leaves, specs
 from sglcore.step.host_values import HostReader, host_reader, idle_values, make_batch
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -293,7 +293,8 @@ class BufferRegistry:
         """Stage every value of a host batch, growing the buffers first if needed.
 
         Returns the fields of the device batch by (dotted) name; tensors are the heads of their
-        buffers. One-shot values (`device/batch.py`) are removed from `batch`, unless growing fails.
+        buffers. One-shot values (`worker/schedule_batch.py`) are removed from `batch`, unless
+        growing fails.
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return self._stage_nothing(batch)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.batch_field import Axis, Split, When, batch_field, batch_record
 from sglcore.step.forward_inputs import ForwardInputs
 from sglcore.step.host_values import make_batch
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class StalePlanError(RuntimeError):

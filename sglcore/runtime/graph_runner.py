@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sglcore.device.garbage_collection import no_collection
+from sglcore.core.garbage_collection import no_collection
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext

@@ -9,8 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
@@ -26,6 +24,8 @@ from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.sampler import Sampler
 from sglcore.step.verification_rows import most_lens
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 
 
 class Model(Protocol):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.pooling_config import Pooling
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.worker import Ticket
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.emitting_rows import plan_rows
 from sglcore.step.pooling_rows import pooled_rows
 from sglcore.step.step_output import StepOutput
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 Rows = Mapping[str, Tensor]
 """The arrays that `pooled_rows` returns, by name, on the device."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.token_table import TokenTable
@@ -21,6 +20,7 @@ from sglcore.sampling.sampler import Sampler, SamplingState, place_state
 from sglcore.sampling.state import Logprobs, Masks, SampledTokens, place_changes
 from sglcore.step.emitting_rows import RowPlan
 from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs, score_prompts
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

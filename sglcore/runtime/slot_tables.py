@@ -12,8 +12,8 @@ from typing import Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.snapshot_copies import entering_slots
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class SlotTable(Protocol):

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.tables import new_history
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 HISTORY = ("history_slots", "history_positions", "history_ids")
 """The names, among a step's arrays, of the slots, positions and token ids that `TokenTable.apply`

@@ -14,9 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.page_transfer import PageMemory
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.page_bytes import PoolPages
 from sglcore.runtime.memory.pools import MHATokenToKVPool
@@ -32,6 +29,9 @@ from sglcore.step.hidden_rows import HiddenRows, hidden_rows, take_states
 from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore.step.step_output import StepOutput
 from sglcore.step.tickets import Tickets, check_hidden_states, take_payload
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.page_transfer import PageMemory
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 
 class Arriving(Protocol):

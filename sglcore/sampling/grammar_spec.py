@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.sampling.structural_tag import StructuralTag, TagError, read_structural_tag
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "ebnf", "structural_tag"]

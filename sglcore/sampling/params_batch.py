@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import offsets_of
 from sglcore.sampling import noise
 from sglcore.sampling.params import SamplingParams
+from sglcore.worker.schedule_batch import offsets_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 
 MOST_TAGS, LONGEST_MARK = 128, 1024
 """Maximum number of tags and of triggers, and of the characters in each trigger,

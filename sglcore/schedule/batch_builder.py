@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
-from sglcore.device.worker import Limits
 from sglcore.schedule.cache.prefix_proposals import NONE, PrefixProposals
 from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
@@ -18,6 +16,8 @@ from sglcore.schedule.embeds_in_batch import add_embeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.returned_states import add_hidden_modes, put_hidden_mode
 from sglcore.schedule.token_masks import Change, add_changes, fill_along
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.schedule_batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
 
 Ints = NDArray[np.int32]
 Compose = Callable[[Sequence[Request]], HostSampling | None]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Limits
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import RequestError
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 Ints = NDArray[np.int32]
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglcore.device.worker import Limits, ModelWorker
 from sglcore.schedule.batch_builder import Compose
 from sglcore.schedule.data_parallel.dp_loop import ShardLoop
 from sglcore.schedule.data_parallel.dp_ranks import Shards
 from sglcore.schedule.layered_prefill.slice_choice import Slicing
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import Limits, ModelWorker
 
 
 def make_scheduler(

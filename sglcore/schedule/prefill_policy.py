@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Limits
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class PrefillPolicy(Protocol):

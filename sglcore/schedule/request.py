@@ -9,12 +9,12 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.worker import TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.cache.prefix_cache import Node, Standing
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
+from sglcore.worker.model_worker import TokenLogprobs
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]

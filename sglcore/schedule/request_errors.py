@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 
 
 class RequestError(SglcoreError, ValueError):

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from sglcore.device.worker import TokenLogprobs
+from sglcore.worker.model_worker import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

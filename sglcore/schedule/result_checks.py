@@ -7,14 +7,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
+from sglcore.core.errors import ConfigError
 from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.embeds_in_batch import check_embeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import ContextError, RequestError
 from sglcore.schedule.returned_states import check_hidden_states
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import BatchResult, Limits, TokenLogprobs
 
 
 def check_limits(limits: Limits) -> None:

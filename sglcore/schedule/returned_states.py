@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import CaptureHiddenMode, ScheduleBatch
-from sglcore.device.worker import Limits
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ScheduleBatch
 
 Floats = NDArray[np.float32]
 STATES = "return_hidden_states"

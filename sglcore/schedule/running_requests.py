@@ -13,7 +13,6 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.worker import Limits
 from sglcore.schedule.arrivals import Arrivals
 from sglcore.schedule.cache.in_batch_prefix import MOST_COMPARED, InBatchPrefixes
 from sglcore.schedule.cache.request_pages import Memory
@@ -22,6 +21,7 @@ from sglcore.schedule.request import Ints, Request, State
 from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord, InFlight
 from sglcore.schedule.waiting_queue import WaitingQueue, by_turn
+from sglcore.worker.model_worker import Limits
 
 MOST_PASSED_OVER = 64
 """Number of waiting requests that may be passed over, so that the cost of a step does not grow with

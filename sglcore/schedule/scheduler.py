@@ -13,8 +13,6 @@ from operator import sub
 
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
 from sglcore.schedule.draft_counts import cells_of
 from sglcore.schedule.prefill_policy import PrefillPolicy, WholePrompts
@@ -41,6 +39,8 @@ from sglcore.schedule.scheduler_stats import SchedulerStats, memory_counts
 from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord, InFlight
 from sglcore.schedule.waiting_queue import WaitingQueue
+from sglcore.worker.model_worker import BatchResult, Limits, TokenLogprobs
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class Scheduler:

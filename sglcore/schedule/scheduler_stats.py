@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sglcore.device.worker import Limits
 from sglcore.schedule.cache.request_pages import Memory
+from sglcore.worker.model_worker import Limits
 
 
 class Levels(msgspec.Struct):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from sglcore.device.worker import ModelWorker
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
+from sglcore.worker.model_worker import ModelWorker
 
 
 class Loop:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Ticket
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(slots=True)

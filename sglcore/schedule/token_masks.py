@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.request import Floats, Ints, Request
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 Change = tuple[Ints, Floats]
 """Token ids, and the value to add to the logit of each."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.worker import BatchResult
+from sglcore.worker.model_worker import BatchResult
 
 LENGTHS = (0, 1, 3, 5, 7)
 """Draft lengths among which the controller chooses, in addition to the largest allowed one."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import Ints, ScheduleBatch, offsets_of
+from sglcore.worker.schedule_batch import Ints, ScheduleBatch, offsets_of
 
 Array = TypeVar("Array", bound=NDArray)
 

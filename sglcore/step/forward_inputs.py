@@ -13,8 +13,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
-from sglcore.device.plan import StepPlan
 from sglcore.step.batch_field import (
     Axis,
     Moved,
@@ -28,6 +26,8 @@ from sglcore.step.batch_field import (
     sentinel,
     zero,
 )
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 
 Array = TypeVar("Array")
 Ints = NDArray[np.int32]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.snapshot_copies import entering_slots
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

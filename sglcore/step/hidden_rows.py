@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import CaptureHiddenMode, Ints, ScheduleBatch
+from sglcore.worker.schedule_batch import CaptureHiddenMode, Ints, ScheduleBatch
 
 A = TypeVar("A")
 AFTER, BEFORE = "tokens_after_norm", "tokens_before_norm"

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.errors import ConfigError
-from sglcore.device.swap_counts import SwapCounts
+from sglcore.core.errors import ConfigError
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.swap_counts import SwapCounts
 
 A = TypeVar("A")
 

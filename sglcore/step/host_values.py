@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.batch_field import Axis, FieldSpec, Once, Read, When, Wide, leaves, specs
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 T = TypeVar("T")
 Values = dict[str, Any]

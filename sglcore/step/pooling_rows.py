@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.emitting_rows import owners, within
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray[np.int32]]:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import Ints, ScheduleBatch
 from sglcore.sampling.noise import OFF
 from sglcore.sampling.params_batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.state import CHANGE_ARRAYS, Logprobs, penalty_arrays, state_arrays
 from sglcore.step.emitting_rows import RowPlan, last_tokens
+from sglcore.worker.schedule_batch import Ints, ScheduleBatch
 
 PROMPT_LOGITS_ELEMENTS = 1 << 24
 """Prompt log-probabilities are computed for this many logits at a time, so that a long prompt does

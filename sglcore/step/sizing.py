@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.worker import most_window_pages
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.step.hisparse_config import HiSparseConfig
+from sglcore.worker.model_worker import most_window_pages
 
 GIB = 1 << 30
 

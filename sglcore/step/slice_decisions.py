@@ -4,8 +4,8 @@ setting `prompt_slices`, and makes the ledger rows of the decisions.
 
 from __future__ import annotations
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 
 TOPIC = "prompt slices"
 PARTITION, PRIORITY, INTERLEAVE = "partition", "priority", "interleave"

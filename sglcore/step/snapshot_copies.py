@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 Ints = NDArray[np.int32]
 

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.emitting_rows import RowPlan
 from sglcore.step.hidden_rows import HiddenRows, accepted_states
 from sglcore.step.hisparse_config import StepSwaps
 from sglcore.step.verification_rows import accepted_runs
+from sglcore.worker.model_worker import BatchResult, TokenLogprobs
 
 A = TypeVar("A")
 

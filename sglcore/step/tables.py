@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglcore.device.batch import Ints, ScheduleBatch
 from sglcore.step.emitting_rows import within
+from sglcore.worker.schedule_batch import Ints, ScheduleBatch
 
 Entries = tuple[Ints, Ints, Ints]
 """Request slots, columns and the values to write there, int32[N] each."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 import weakref
 from typing import TypeVar
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Limits, Ticket
+from sglcore.worker.model_worker import Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 Payload = TypeVar("Payload")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import HostSampling, Ints, ScheduleBatch
-from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.step.emitting_rows import RowPlan
+from sglcore.worker.model_worker import BatchResult, TokenLogprobs
+from sglcore.worker.schedule_batch import HostSampling, Ints, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

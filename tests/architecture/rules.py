@@ -17,21 +17,27 @@ from typing import TypeGuard
 ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "": frozenset({"engine", "sampling"}),
-        "device": frozenset(),
-        "config": frozenset({"device"}),
-        "checkpoint": frozenset({"device"}),
-        "sampling": frozenset({"device"}),
-        "step": frozenset({"device", "config", "sampling"}),
-        "schedule": frozenset({"device", "sampling", "step"}),
-        "runtime": frozenset({"device", "config", "checkpoint", "sampling", "step"}),
-        "layers": frozenset({"device", "checkpoint", "runtime"}),
-        "models": frozenset({"device", "config", "checkpoint", "runtime", "layers"}),
-        "engine": frozenset({"device", "config", "checkpoint", "sampling", "schedule"}),
-        "serving": frozenset({"device", "config", "sampling", "schedule", "engine"}),
-        "bench": frozenset({"device", "sampling", "engine"}),
-        "cli": frozenset({"device", "config", "sampling", "schedule", "engine", "serving", "conformance", "bench"}),
+        "core": frozenset(),
+        "worker": frozenset({"core"}),
+        "device": frozenset({"core", "worker"}),
+        "config": frozenset({"core", "device"}),
+        "checkpoint": frozenset({"core", "worker", "device"}),
+        "sampling": frozenset({"core", "worker"}),
+        "step": frozenset({"core", "worker", "config", "sampling"}),
+        "schedule": frozenset({"core", "worker", "sampling", "step"}),
+        "runtime": frozenset({"core", "worker", "device", "config", "checkpoint", "sampling", "step"}),
+        "layers": frozenset({"core", "worker", "device", "checkpoint", "runtime"}),
+        "models": frozenset({"core", "worker", "device", "config", "checkpoint", "runtime", "layers"}),
+        "engine": frozenset({"core", "worker", "device", "config", "checkpoint", "sampling", "schedule"}),
+        "serving": frozenset({"core", "worker", "device", "config", "sampling", "schedule", "engine"}),
+        "bench": frozenset({"core", "sampling", "engine"}),
+        "cli": frozenset(
+            {"core", "worker", "device", "config", "sampling", "schedule", "engine", "serving", "conformance", "bench"}
+        ),
         "conformance": frozenset(
             {
+                "core",
+                "worker",
                 "device",
                 "config",
                 "checkpoint",
@@ -49,7 +55,7 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """What each part of `sglcore` may import, besides itself; "" is `sglcore/__init__.py`."""
 
-DEVICE_ARROWS = frozenset({"device", "config", "checkpoint", "models", "sampling", "step", "runtime"})
+DEVICE_ARROWS = frozenset({"core", "worker", "device", "config", "checkpoint", "models", "sampling", "step", "runtime"})
 """What a device package may import of the core."""
 TORCH_PARTS = frozenset({"runtime", "layers"})
 """Parts that a device package may import only if it runs on torch. From the other parts, a package

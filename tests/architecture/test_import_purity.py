@@ -73,7 +73,7 @@ def test_architectures_import_only_what_they_share_the_checkpoint_and_errors() -
             "recurrent_config",
         )
     }
-    assert found <= architecture_modules() | checkpoint | {"sglcore.device.errors"}
+    assert found <= architecture_modules() | checkpoint | {"sglcore.core.errors"}
 
 
 def test_what_a_device_without_torch_imports_of_the_core_loads_no_tensor_library() -> None:

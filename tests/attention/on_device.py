@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.attention.rows import CONTEXT, SLOTS, Case, Heads, make_case
 
 PAGE_SIZE = 16

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.worker.schedule_batch import ForwardMode
 
 CONTEXT, SLOTS = 48, 6
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.core.errors import ConfigError, DeviceError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import API, DevicePackage
 from sglcore.runtime.attention.backend_selection import (
     AttentionNeeds,

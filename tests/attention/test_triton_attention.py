@@ -370,8 +370,8 @@ import sys
 import sglcore, sglcore.runtime.attention.backend_selection as selection
 assert "triton" not in sys.modules
 sys.modules["triton"] = None
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 needs = selection.AttentionNeeds((64,), 16, "bfloat16", frozenset())
 candidates = {"triton": "sglcore.runtime.attention.triton:TritonAttention"}
 try:

@@ -11,7 +11,7 @@ import pytest
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression, compressed_config
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 SAVED: dict[str, Any] = {

@@ -15,7 +15,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from sglcore.checkpoint.config_defaults import DEFAULTS, OPTIONS
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, read_config
 from sglcore.checkpoint.recurrent_config import FULL, delta_net_config, layer_kinds, mamba2_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
 from tests.latent import LATENT

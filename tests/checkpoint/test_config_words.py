@@ -15,7 +15,7 @@ from sglcore.checkpoint.config_types import KINDS
 from sglcore.checkpoint.frozen_draft_config import flat_words
 from sglcore.checkpoint.model_config import ModelConfig, check_context, config_of, read_config, served
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES
 
 SIZES: dict[str, Any] = {

@@ -13,8 +13,8 @@ from gguf import GGUFWriter
 from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.parallel_sizes import check_topology, legal_tp
 from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Shard, check_divisible, constraints, legal_widths
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Topology
+from sglcore.core.errors import ConfigError
+from sglcore.worker.topology import Topology
 
 SIZES: dict[str, Any] = {
     "hidden_size": 96,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglcore.checkpoint.dtype import choose_dtype
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.facts import Facts
 
 ALL = ("float32", "float16", "bfloat16")

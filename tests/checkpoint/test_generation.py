@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglcore.checkpoint.generation_config import GENERATION, NAMES, read_sampling
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 
 def given(folder: Path, **values: Any) -> Path:

@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from sglcore.checkpoint.gguf_config import end_tokens, gguf_config
 from sglcore.checkpoint.gguf_header import GgufHeader, GgufTensor, is_gguf, read_header
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.core.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_gguf_metadata import METADATA, SHAPES, header, renamed
 
 

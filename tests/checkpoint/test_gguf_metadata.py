@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from sglcore.checkpoint.gguf_config import LARGEST, checkpoint_name, end_tokens, gguf_config, token_id
 from sglcore.checkpoint.gguf_header import OTHERS, TYPES, GgufHeader, GgufTensor, read_header
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 ROWS, COLUMNS = 97, 64
 METADATA: Mapping[str, Any] = MappingProxyType(

@@ -12,7 +12,7 @@ import pytest
 from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, SPARSE_LLAMA
 from sglcore.checkpoint.gguf_config import LARGEST, checkpoint_name, end_tokens, gguf_config, token_id
 from sglcore.checkpoint.gguf_header import GgufHeader, GgufTensor, is_gguf, read_header
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from tests.checkpoint.test_gguf_headers import listed, raw, tensor, text
 from tests.checkpoint.test_gguf_metadata import COLUMNS, METADATA, SHAPES, header, renamed
 

@@ -12,7 +12,7 @@ import pytest
 from sglcore.checkpoint.encoder_config import ENCODERS
 from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.pooling_config import MODES, Pooling, read_pooling, read_prompts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES
 
 CLASSIFIER = "BertForSequenceClassification"

@@ -10,7 +10,7 @@ import transformers
 
 from sglcore.checkpoint.config_defaults import OPTIONS
 from sglcore.checkpoint.model_config import ModelConfig, config_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -10,7 +10,7 @@ import pytest
 
 from sglcore.checkpoint import gguf_header
 from sglcore.checkpoint.quantization_config import Quantization, Scheme, read_quantization
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
 

@@ -13,7 +13,7 @@ from sglcore.checkpoint.compressed_config import compressed_config
 from sglcore.checkpoint.config_synonyms import WORDS
 from sglcore.checkpoint.model_config import ModelConfig, config_of
 from sglcore.checkpoint.recurrent_config import FULL, LINEAR, MLP, MOE, Mamba2Config, layer_kinds, mamba2_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -18,7 +18,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from sglcore.checkpoint.latent_config import FULL, SHARED, LatentConfig, latent_config, with_indexer
 from sglcore.checkpoint.model_config import ModelConfig, config_of
 from sglcore.checkpoint.rope_config import KINDS, halves_first, mrope_axes, rotary_dim, rotary_frequencies
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "hidden_size": 96,

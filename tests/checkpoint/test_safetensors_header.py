@@ -15,7 +15,7 @@ from sglcore.checkpoint.checkpoint_files import INDEX, checkpoint_files, read_js
 from sglcore.checkpoint.gguf_header import read_header
 from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
-from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
+from sglcore.core.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.models.weights.safetensors_file import DTYPES, READABLE
 
 

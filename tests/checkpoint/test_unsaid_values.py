@@ -18,7 +18,7 @@ from sglcore.checkpoint.config_defaults import DEFAULTS
 from sglcore.checkpoint.encoder_config import ENCODERS, language_model
 from sglcore.checkpoint.model_config import ModelConfig, config_of
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config, delta_net_config, mamba2_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES
 
 SIZES: dict[str, Any] = {

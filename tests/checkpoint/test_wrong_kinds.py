@@ -30,8 +30,8 @@ from sglcore.checkpoint.config_synonyms import WORDS
 from sglcore.checkpoint.config_types import KINDS
 from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.tensor_parallel import constraints
-from sglcore.device.errors import ConfigError, SglcoreError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError, SglcoreError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.implementation import choose_implementation
 from tests.models.transformers_cases import sizes_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from sglcore.cli.__main__ import main
-from sglcore.device.topology import Topology
 from sglcore.engine.layouts.cluster import Cluster, read_cluster
 from sglcore.engine.layouts.layout_advice import Load, advise_folder
 from sglcore.engine.layouts.link_costs import Link
+from sglcore.worker.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("advise", "benchmarks/clusters/dense-70b", "--cluster", "benchmarks/clusters/one-host.toml")

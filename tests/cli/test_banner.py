@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sglcore.cli.banner import SHOWN, show_start
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 
 ROWS = (
     Row("device", "auto", "acme", "the only one that is present"),

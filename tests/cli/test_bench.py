@@ -25,7 +25,7 @@ from sglcore.bench.request_record import Record
 from sglcore.bench.workload import Job, Span, Workload, make_jobs, span
 from sglcore.cli.__main__ import main
 from sglcore.cli.bench_table import totals_table
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from tests.serving.threaded import in_thread
 
 LOAD = Workload(

@@ -21,7 +21,7 @@ from sglcore.bench.reply import Fault
 from sglcore.bench.request_record import Record
 from sglcore.bench.workload import Span, Workload, make_jobs
 from sglcore.cli.__main__ import main
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from tests.serving.threaded import in_thread
 
 LONG, QUIET_MS, STALL_MS = 200, 10, 60

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sglcore.cli.generate import _complete
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.start import embedded_model
 from sglcore.sampling.params import SamplingParams
 from tests import warm

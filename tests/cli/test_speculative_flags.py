@@ -10,7 +10,7 @@ from sglcore.cli.__main__ import main
 from sglcore.cli.aliases import drafter_name
 from sglcore.cli.setting_flags import engine_settings
 from sglcore.config.engine_config import resolve_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

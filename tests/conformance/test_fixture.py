@@ -28,7 +28,7 @@ from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.result import make_result, write_result
 from sglcore.conformance.support_table import support_table
 from sglcore.conformance.target import Target
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from tests.conformance.test_other_runtime import BOX
 
 TEXT = """

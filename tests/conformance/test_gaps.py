@@ -11,7 +11,7 @@ import pytest
 from sglcore.conformance.gaps import Gap, closed_gap, gap_for, read_gaps, stale_gaps
 from sglcore.conformance.kit_run import Outcome, Verdict
 from sglcore.conformance.result import verdict
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 TODAY = datetime.date(2030, 6, 1)
 GAP = Gap("replay_is_eager[full/moe]", "two nodes are reordered", "https://example.org/1", TODAY)

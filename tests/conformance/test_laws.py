@@ -11,7 +11,7 @@ from sglcore.conformance.catalogue import LAWS, laws_up_to
 from sglcore.conformance.kit_run import Kit, run_case
 from sglcore.conformance.law import LEVELS, Law
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 CASES = [(law, case) for law in LAWS for case in law.cases(REFERENCE)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sglcore.conformance.kit_run import Kit, run_case
 from sglcore.conformance.laws.laws_kernels import LAWS, entries
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.kernels.table import KernelTable
 
 (LAW,) = LAWS

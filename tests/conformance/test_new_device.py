@@ -11,7 +11,7 @@ import pytest
 
 from sglcore.conformance.catalogue import laws_up_to
 from sglcore.conformance.device_template import write_package
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from tests.conformance.site import Site
 
 GAP = """

@@ -18,11 +18,11 @@ from sglcore.conformance.laws.laws_package import _states_sizes
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Target
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.bring_up import BringUp
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage
-from sglcore.device.worker import ModelWorker
+from sglcore.worker.model_worker import ModelWorker
 
 WITHOUT = "the device has no torch_runtime"
 BEYOND = frozenset({"torch_runtime", "proposals", "rows", "slices"})

@@ -19,7 +19,7 @@ from sglcore.conformance.law import Law
 from sglcore.conformance.mutant import Mutant, become
 from sglcore.conformance.reference_parts import BRING_UP, REFERENCE
 from sglcore.conformance.target import Target
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.attention.page_rows import PageRowsAttention, RowsPlan
 from sglcore.runtime.attention.reference import ReferenceAttention

@@ -16,11 +16,11 @@ from sglcore.conformance.law import LawBroken
 from sglcore.conformance.mutants.mutants_worker import FLATTERS, ONE_LENGTH_FOR_ALL, SWAPS_ROWS
 from sglcore.conformance.recorded_steps import Record, read_record, record_engine, write_record
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.device.batch import CaptureHiddenMode
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.core import Engine
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.schedule_batch import CaptureHiddenMode
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from sglcore.conformance.gaps import (
     stale_skips,
     wrong_skip,
 )
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 ROW = Skip("rows_by_pages[latent]", "not yet", "no latent attention", "another device")
 WHOLE = Skip("kernel_is_reference", "impossible", "no kernel table", "none is needed")

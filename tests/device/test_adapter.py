@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from sglcore.core.errors import DeviceError
 from sglcore.device.adapter import ADAPTERS, Keywords, adapted
 from sglcore.device.candidate import Candidate
 from sglcore.device.choice import Requested
 from sglcore.device.discovery import Installed, check_api
-from sglcore.device.errors import DeviceError
 from sglcore.device.import_references import modules, resolve, wrapped
 from sglcore.device.package import API, OLDEST, understood
 from sglcore.device.probe import Fact, ProbeReport

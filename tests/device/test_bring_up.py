@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from sglcore.core.errors import BringUpError
 from sglcore.device.bring_up import BringUp
-from sglcore.device.errors import BringUpError
 
 GIVEN = {"config": "the config"}
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from sglcore.core.errors import DeviceError
 from sglcore.device.choice import ChosenDevice, Requested, adopt, check_same
-from sglcore.device.errors import DeviceError
 from sglcore.device.selection import select
 from tests.device.site import Site
 
@@ -18,7 +18,7 @@ CHILD = """
 import os, sys
 from sglcore.device.choice import adopt
 from sglcore.device.discovery import discover
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 try:
     print("adopted", adopt(sys.argv[1], os.environ.get("SGLCORE_DEVICE"), discover()).name)
 except SglcoreError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglcore.device.garbage_collection import MANY, no_collection
+from sglcore.core.garbage_collection import MANY, no_collection
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from sglcore.config.engine_config import EngineConfig, memory_bytes, resolve_config, resolve_server_config
 from sglcore.config.server_config import ServerConfig
 from sglcore.config.settings import Setting, settings_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 CHOSEN = [
     (resolver, item)

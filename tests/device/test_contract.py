@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from typing import Any
 import pytest
 
 from sglcore.conformance.target import GIVEN
-from sglcore.device import batch, bring_up, facts, package, pci, probe, system, topology, worker
+from sglcore.device import bring_up, facts, package, pci, probe, system
 from sglcore.runtime.attention import contract
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.graphs import capture, graph_backend
 from sglcore.runtime.kernels import table
 from sglcore.runtime.overlap import parts
+from sglcore.worker import model_worker, schedule_batch, topology
+from tests.device.moved import moved_modules
 from tests.device.promises import ABSTRACT, LIST, breaks
 
 STORED = Path(__file__).with_name("contract.txt")
@@ -38,11 +40,11 @@ RECORDS = (
     probe.DeviceInfo,
     pci.PciDevice,
     pci.PciClaim,
-    worker.Limits,
-    worker.Ticket,
-    worker.TokenLogprobs,
-    worker.BatchResult,
-    batch.ScheduleBatch,
+    model_worker.Limits,
+    model_worker.Ticket,
+    model_worker.TokenLogprobs,
+    model_worker.BatchResult,
+    schedule_batch.ScheduleBatch,
     contract.AttentionFacts,
     contract.AttentionShape,
     contract.Bucket,
@@ -50,7 +52,7 @@ RECORDS = (
     parts.Partition,
 )
 PROTOCOLS = (
-    worker.ModelWorker,
+    model_worker.ModelWorker,
     system.System,
     contract.AttentionBackend,
     graph_backend.GraphBackend,
@@ -98,10 +100,16 @@ def _imports() -> Iterator[str]:
     found = {
         (module, name.split(" as ")[0].strip()) for module, names in IMPORT.findall(texts) for name in names.split(",")
     }
-    for module, name in sorted(found):
+    for module, name in sorted(found | set(_older_names(found))):
         member: Any = None if module.endswith(".triton") else getattr(import_module(module), name)
         is_told = member in (*RECORDS, *PROTOCOLS, table.KernelTable) or not callable(member)
         yield f"{module}:{name}{'' if is_told else inspect.signature(member)}"
+
+
+def _older_names(found: Collection[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield imports of modules that moved, by the module's name at the freeze of the number."""
+    for older, module in moved_modules().items():
+        yield from ((older, name) for other, name in found if other == module)
 
 
 def _terms(entry: table.Entry[Any]) -> str:

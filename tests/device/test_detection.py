@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglcore.core.errors import DeviceError
 from sglcore.device.candidate import claims_of, run_probe
 from sglcore.device.choice import Requested
 from sglcore.device.discovery import Installed, discover
-from sglcore.device.errors import DeviceError
 from sglcore.device.probe import ProbeReport
 from sglcore.device.selection import Choice, select
 from sglcore.device.system import System

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglcore.core.errors import DeviceError
 from sglcore.device.candidate import try_package
 from sglcore.device.discovery import Installed
-from sglcore.device.errors import DeviceError
 from tests.device.site import Site
 
 

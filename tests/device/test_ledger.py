@@ -7,8 +7,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from sglcore.device.errors import StrictError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import StrictError
+from sglcore.core.ledger import DecisionLedger, Row
 
 PLAIN = Row("device", "automatic", "cpu", "no accelerator is present")
 DOWNGRADE = Row("graph", "full", "off", "this device has no graphs", "--graph compiled", downgrade=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts import link_costs
 from tests.planted import planted
 

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.core.errors import ConfigError, DeviceError
 from sglcore.device.package import DevicePackage, resolve
 from tests.device.site import Site
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from sglcore.core.errors import DeviceError, StrictError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device import selection
 from sglcore.device.candidate import Candidate, try_package
 from sglcore.device.choice import ChosenDevice, Requested, requested_device
 from sglcore.device.discovery import Installed
-from sglcore.device.errors import DeviceError, StrictError
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.pci import PciClaim, PciDevice
 from sglcore.device.selection import Choice, select
 from tests.device.site import Site

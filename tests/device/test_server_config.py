@@ -10,7 +10,7 @@ import pytest
 
 from sglcore.config.engine_config import resolve_config, resolve_server_config
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 SECRET = "sk-do-not-tell"
 

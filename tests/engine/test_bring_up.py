@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import StrictError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import StrictError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.engine import start as start_module
 from sglcore.engine.start import bring_up, embedded_model, no_progress, start
 from tests.engine.test_start import LIMITS, Recorded

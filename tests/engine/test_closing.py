@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.structured_output.grammar_cache import Grammars, Lane, open_backend, open_grammars
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
 from sglcore.engine.structured_output.killable_checks import OnVerdict, Verdict

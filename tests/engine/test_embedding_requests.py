@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from sglcore import PromptEmbeds
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.core import Engine, embedding_of, prompted
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.fake_worker import make_limits
 
 EMBEDS = {"generates": False, "vocab_size": 2147, "max_model_len": 64, "max_batch_tokens": 16}

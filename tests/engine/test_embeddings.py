@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from sglcore import LLM
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.checkpoints import bert, qwen3, save
 from tests.laws.test_pooling_laws import write_modules
 

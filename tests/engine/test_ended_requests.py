@@ -7,8 +7,6 @@ import gc
 
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.core import Engine
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import embedded_model
@@ -18,6 +16,8 @@ from sglcore.engine.token_engine import SampleGroup, TokenEngine
 from sglcore.sampling.grammar_spec import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.fake_worker import make_limits
 
 COUNT, KEPT = 400, 100

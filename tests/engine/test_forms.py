@@ -12,13 +12,13 @@ import pytest
 
 from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Topology
+from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts import layout_cost, model_shape
 from sglcore.engine.layouts.cluster import Cluster, DeviceNumbers, read_cluster
 from sglcore.engine.layouts.layout_advice import Load, advise, text_of
 from sglcore.engine.layouts.link_costs import Link, Links
 from sglcore.engine.layouts.model_shape import LayerShape, ModelShape
+from sglcore.worker.topology import Topology
 from tests.planted import planted
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.swap_counts import SwapCounts
 from sglcore.engine import metered_worker
 from sglcore.engine.metered_worker import Meter
+from sglcore.worker.swap_counts import SwapCounts
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine import llm as llm_module
 from sglcore.engine.llm import LLM
 from sglcore.engine.progress import Progress

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models
 from torch._dynamo.utils import counters
 
 from sglcore import LLM, SamplingParams
-from sglcore.device.errors import ConfigError
-from sglcore.device.worker import Ticket
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
 from sglcore.engine.tokenizers.text_codec import TextCodec, TextError
+from sglcore.worker.model_worker import Ticket
 from sglcore_cpu.graphs import CompiledGraphs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

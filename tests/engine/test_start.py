@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import pytest
 
 from sglcore.config.engine_config import EngineConfig, resolve_config
-from sglcore.device.errors import BringUpError, ConfigError, DeviceError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import BringUpError, ConfigError, DeviceError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.package import resolve
-from sglcore.device.worker import Limits
 from sglcore.engine import start as start_module
 from sglcore.engine.llm import LLM
 from sglcore.engine.start import (
@@ -35,6 +34,7 @@ from sglcore.engine.start import (
     start,
 )
 from sglcore.sampling.params import SamplingParams
+from sglcore.worker.model_worker import Limits
 
 LIMITS = Limits(64, 4, 4, 64, 64, 100)
 

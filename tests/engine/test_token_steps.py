@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Ticket
 from sglcore.engine.core import Engine
 from sglcore.engine.start import embedded_model
 from sglcore.engine.token_engine import SampleGroup, TokenEngine
@@ -18,6 +16,8 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.engine.test_ended_requests import TOKEN, ConstantWorker, known
 from tests.schedule.fake_worker import make_limits
 

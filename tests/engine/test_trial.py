@@ -13,13 +13,13 @@ import pytest
 from sglcore import LLM
 from sglcore.cli.serve import _fetched
 from sglcore.config.engine_config import EngineConfig, resolve_config
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.ledger import DecisionLedger
-from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.core.ledger import DecisionLedger
 from sglcore.engine import speed_trial
 from sglcore.engine.speed_trial import MARGIN, ROUNDS, STRIDE, TOKENS, keep_faster
 from sglcore.engine.start import start
 from sglcore.sampling.params import SamplingParams
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import make_limits
 

@@ -14,9 +14,9 @@ import torch
 from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.laws.laws_kernels import RELATIVE, compare
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, RowCodec

@@ -19,9 +19,9 @@ from sglcore.conformance.laws.laws_kernels import RELATIVE, compare
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.mutants import mutants_kernels as broken
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.device.errors import StrictError
+from sglcore.core.errors import StrictError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable, Limited

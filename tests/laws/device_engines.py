@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.package import DevicePackage, resolve
 from tests.attention.on_packages import over_heads
 from tests.checkpoints import gemma2, gpt_oss

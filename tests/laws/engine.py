@@ -15,9 +15,6 @@ import torch
 
 from sglcore.config.engine_config import resolve_config
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.swap_counts import SwapCounts
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.start import start
 from sglcore.runtime.overlap.slices import Slices, SliceSteps
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -25,6 +22,9 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.swap_counts import SwapCounts
 
 TOLERANCE = 2e-4
 BUCKETS = (2, 6)

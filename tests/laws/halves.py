@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.batch import ForwardMode
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.models.single_steps import Steps
 from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.attention.contract import AttentionBackend
@@ -23,6 +21,8 @@ from sglcore.runtime.parallel.expert_dispatch import RaggedDispatcher
 from sglcore.runtime.parallel.process_group import Group
 from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.step.micro_batch_cut import CutTerms, Staggers
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.topology import Communication, Place, Topology
 
 BOUND = 3.6e-14
 """Tolerance of hidden states in float64."""

@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime import speculative
 from sglcore.runtime.speculative.block_drafts import BlockDrafter
 from sglcore.runtime.speculative.chain_drafts import FeatureDrafter, StandaloneDrafter
@@ -29,6 +27,8 @@ from sglcore.runtime.speculative.ngram_drafts import NgramDrafter
 from sglcore.runtime.speculative.tree import DraftTree
 from sglcore.runtime.speculative.tree_drafts import FrozenTreeDrafter, StandaloneTreeDrafter, TreeDrafter
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens
 from tests.frozen_drafts import frozen

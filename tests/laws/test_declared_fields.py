@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.models.architectures.mistral import MistralForCausalLM
 from sglcore.runtime.buffer_registry import BufferRegistry
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.schedule.draft_counts import sums_of
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.checkpoints import mistral, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.runtime.batches.test_declared_fields import apart, forgotten

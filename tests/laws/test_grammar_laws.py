@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.checkpoints import llama, save
 from tests.laws.engine import Result, TokenEngine, random_prompts
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan, SingleRows
 from sglcore.runtime.attention.windowed import WindowedAttention
@@ -24,6 +23,7 @@ from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from sglcore.runtime.token_table import TokenTable
 from sglcore.schedule.request import Request
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.checkpoints import gemma3, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ci.lanes import Lane
-from sglcore.device.batch import ScheduleBatch
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.checkpoints import gemma3, llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglcore.checkpoint.model_config import ModelConfig, RopeConfig, read_config
 from sglcore.checkpoint.rope_config import mrope_axes, rotary_frequencies
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.rotary import cos_sin_cache
 from tests.checkpoints import LLAMA3, LONG, llama, rope, save
 

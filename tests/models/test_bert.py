@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.checkpoints import bert, modernbert, save
 from tests.models.steps import Steps, load
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.kernels.grouped_moe import grouped_moe
 from sglcore.runtime.kernels.reference_kernels import add_rms_norm, rms_norm
 from sglcore.runtime.kernels.table import KernelTable

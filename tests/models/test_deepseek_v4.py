@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.drafts.deepseek_v4_nextn import next_token_config
 from sglcore.models.drafts.draft_config import draft_classes
 from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, with_float8, with_module_names, with_published_names
 from tests.models.steps import Steps, load
 

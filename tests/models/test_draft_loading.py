@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.models.drafts.draft_config import kind_of
 from sglcore.models.drafts.draft_loader import Draft, load_draft
 from sglcore.runtime.kernels.table import KernelTable

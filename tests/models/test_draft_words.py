@@ -11,7 +11,7 @@ import pytest
 
 from sglcore.checkpoint.frozen_draft_config import FrozenCells
 from sglcore.checkpoint.model_config import ModelConfig, config_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.drafts.dflash import default_layers, dflash_words
 from sglcore.models.drafts.eagle3 import aux_layers_of, eagle3_words
 from sglcore.models.drafts.gemma4_assistant import frozen_words

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError, ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.models.drafts.draft_config import kind_of, offered_head
 from sglcore.models.drafts.draft_loader import Draft, load_draft
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.checkpoints import glm4_moe, llama, qwen2, qwen3_next, save
 from tests.drafts import TARGET, by_speculators, eagle, eagle3, next_token, renamed, with_config
 from tests.latent import deepseek_v3, deepseek_v32, glm_moe_dsa

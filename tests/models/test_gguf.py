@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType
 from sglcore.checkpoint.gguf_architectures import ARCHITECTURES as GGUF
 from sglcore.checkpoint.gguf_header import read_header
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError, ConfigError, SglcoreError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.weights import quantized_weight

@@ -14,7 +14,7 @@ import transformers
 
 from sglcore.checkpoint.latent_config import latent_config, with_indexer
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.memory.geometry import rows_row
 from sglcore.step.sizing import Geometry, size_text
 from tests.checkpoints import CAUSAL, oracle_logprobs, save

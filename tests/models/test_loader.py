@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.core.errors import CheckpointError, ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.weights.safetensors_file import read_into
 from sglcore.models.weights.weight_packing import check_bounds

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from sglcore.device.errors import CheckpointError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.mxfp4 import dequantized
 from sglcore.runtime.kernels.table import KernelTable

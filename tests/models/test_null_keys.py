@@ -12,7 +12,7 @@ import transformers
 
 from sglcore.checkpoint import model_config as module
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
 from tests.checkpoints import CAUSAL, gemma2, gpt_oss, oracle_logprobs, save
 from tests.latent import LATENT, deepseek_v3
 from tests.models.steps import Steps, load

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglcore.device.errors import CheckpointError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
 from tests.checkpoints import llama, oracle_logprobs, save
 from tests.models.quantized_checkpoints import CASES, FILE, Packs, Random, configure, integers, make

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, StrictError
+from sglcore.core.errors import ConfigError, StrictError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.weights.quantized_weight import QuantizedWeight, ScaledFloats, fill, joined, packable, rounded
 from sglcore.runtime.kernels.reference_kernels import linear

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from tests.models.quantized_checkpoints import CASES, FILE, make
 from tests.models.test_quantized_checkpoints import TOLERANCE, difference, load
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sglcore.device.worker import Limits
 from sglcore.models.implementation import TRANSFORMERS
 from sglcore.models.transformers_backend.equivalence_check import difference, whole
 from sglcore.models.transformers_backend.transformers_config import transformers_config
@@ -24,6 +23,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import Limits
 from tests.models.steps import PAGE, SLOTS, Steps
 
 SIZES: Mapping[str, Any] = tomllib.loads(

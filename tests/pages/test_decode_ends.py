@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.page_transfer import Told
-from sglcore.device.worker import TokenLogprobs
 from sglcore.engine.disaggregation.transfer_messages import First, pack_logprobs
 from sglcore.sampling.params import SamplingParams
+from sglcore.worker.model_worker import TokenLogprobs
+from sglcore.worker.page_transfer import Told
 from tests.pages.test_decode_side import Playing
 
 

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.page_transfer import PeerLost, Told
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation import decode_side
 from sglcore.engine.disaggregation.decode_side import MOST_TRIES, DecodeSide
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal
@@ -22,6 +21,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.page_transfer import PeerLost, Told
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import make_limits
 

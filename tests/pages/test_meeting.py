@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.engine.disaggregation import disaggregation_start
 from sglcore.engine.disaggregation.disaggregation_start import (
     MEETING_SECONDS,

@@ -13,9 +13,9 @@ import pytest
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.worker import Limits
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation.disaggregation_start import PageOptions, check_worker, options_of, settled
+from sglcore.worker.model_worker import Limits
 from tests import latent
 from tests.checkpoints import llama, mistral, qwen3_next, save
 from tests.pages.pair import HERE, Pair, Single

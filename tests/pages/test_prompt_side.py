@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglcore.device.page_transfer import Progress, Told, Transfer
-from sglcore.device.worker import TokenLogprobs
 from sglcore.engine.disaggregation.prefill_side import PromptSide
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal, unpack_logprobs
 from sglcore.sampling.params import SamplingError, SamplingParams
 from sglcore.sampling.plain_params import pack_params
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.model_worker import TokenLogprobs
+from sglcore.worker.page_transfer import Progress, Told, Transfer
 
 LEASES, PEERS = (1, 2), (1, 2, 3)
 

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.page_transfer import PeerLost, Told, layout_of
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation import tcp_transfer
 from sglcore.engine.disaggregation.tcp_frames import Kind, receive_frame, send_frame
 from sglcore.engine.disaggregation.tcp_transfer import TcpPages, wait_for
+from sglcore.worker.page_transfer import PeerLost, Told, layout_of
 from tests.pages.test_tcp_frames import pair
 from tests.pages.test_tcp_pages import Ends, Memory, heard, ints, is_hung_up, until
 from tests.parallel.test_ranks_start import open_files

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.page_transfer import PeerLost, Progress, Transfer
 from sglcore.engine.disaggregation import tcp_frames, tcp_transfer
 from sglcore.engine.disaggregation.tcp_frames import MAGIC, Connection, Frame, Kind, Lost, receive_frame, send_frame
+from sglcore.worker.page_transfer import PeerLost, Progress, Transfer
 from tests.pages.test_tcp_pages import Ends, heard, ints, is_hung_up, until
 
 HEAD = struct.Struct("<HHIQQ")

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation import tcp_frames, tcp_transfer
 from sglcore.engine.disaggregation.tcp_frames import MAGIC, Frame, Kind, Lost, receive_frame, send_frame
+from sglcore.worker.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
 from tests.engine.drips import Drips
 
 PAGES, SIZES = 12, (8, 8, 20)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.runtime.parallel.process_group import Group, join
+from sglcore.worker.topology import Communication, Place, Topology
 from sglcore_cpu.choice import engine_of_one
 from sglcore_cpu.native_graphs import NativeGraphs
 from sglcore_cpu.rank_meeting import LINE, Meeting

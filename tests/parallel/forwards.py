@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.parallel import process_group
 from sglcore.runtime.speculative import chain_drafts, mtp_drafts
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.draft_length import LengthController
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.step_plan import StepPlan
 
 Defect = Callable[[int], None]
 

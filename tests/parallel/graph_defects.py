@@ -8,11 +8,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.buffer_registry import BufferRegistry
 from sglcore.runtime.graphs import decode_graphs, graph_choice
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.parallel import process_group
+from sglcore.worker.step_plan import StepPlan
 from sglcore_cpu import native_graphs
 from sglcore_cpu.recording import NotCapturable
 

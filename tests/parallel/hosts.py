@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.ranks.host_process import Node
 from sglcore.engine.ranks.rank_launch import Placement
 from tests.parallel import defects

@@ -21,15 +21,15 @@ import torch
 
 from sglcore.cli.__main__ import main
 from sglcore.config.engine_config import plain_config, resolve_config
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.topology import Place, Topology
 from sglcore.engine.ranks import link_measurement
 from sglcore.engine.ranks.link_measurement import Measured, fits_of, measure_links, spawn_measuring
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.start import embedded_model
 from sglcore.runtime.parallel.measure_collectives import measure
 from sglcore.runtime.parallel.process_group import Group
+from sglcore.worker.topology import Place, Topology
 from tests.parallel.collectives import on_ranks
 from tests.parallel.test_ranks_start import choice_of
 

@@ -18,10 +18,9 @@ import msgspec
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
-from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.topology import Communication, Topology
 from sglcore.engine.ranks import ranks_start
 from sglcore.engine.ranks.rank_launch import ALONE, Placement
 from sglcore.engine.ranks.ranks_start import RankOptions, start_ranks
@@ -29,6 +28,7 @@ from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.team import SILENCES, Team
 from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Gone, Kind, connect, listen
 from sglcore.engine.start import embedded_model, no_progress
+from sglcore.worker.topology import Communication, Topology
 from tests.parallel.nodes.test_leader import EPOCH, SOON, Process
 from tests.schedule.fake_worker import make_limits
 

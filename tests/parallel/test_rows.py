@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Topology
 from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.runtime.parallel.row_distribution import MOVES, RowMoves, Rows
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.topology import Topology
 from tests.parallel.topologies import on_topology, rows_of
 
 SIZE = 3

@@ -13,9 +13,9 @@ import pytest
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Shard, legal_widths
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import GROUPS, Place, Topology
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
+from sglcore.worker.topology import GROUPS, Place, Topology
 
 EVERY = [
     Topology(tp, dp, ep, pp)

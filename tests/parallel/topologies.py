@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.layers.parallel.dispatched_experts import DispatchedMoe
 from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.forward_context import ForwardContext, forward_context
@@ -22,6 +20,8 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.parallel.expert_dispatch import FixedDispatcher, MakeDispatcher, RaggedDispatcher
 from sglcore.runtime.parallel.process_group import join
 from sglcore.runtime.parallel.rank_groups import Groups, divided
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.topology import Communication, Place, Topology
 from tests.parallel.forked import forking
 
 Body = Callable[[Groups, dict[str, Any]], Any]

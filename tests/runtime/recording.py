@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.runtime.attention.contract import AttentionBackend, HostUpdate
 from sglcore.runtime.attention.gathered import GatheredAttention
@@ -32,6 +31,7 @@ from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced
 from sglcore.runtime.graphs.prefill_graphs import PromptForward
 from sglcore.runtime.registry_builders import build_prefill_registry
 from sglcore.runtime.streams import Streams
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.runtime.tiny import SHARED, SLOTS, Site, TinyModel, make_site
 
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero", "equal", "pin_memory")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.speculative import target_features
 from sglcore.runtime.speculative.target_features import FeatureModel, features_of, with_features
 from tests.planted import planted

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.step.batch_field import specs
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.runtime.tiny import (
     HIDDEN,
     SHARED,

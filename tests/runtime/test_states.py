@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import NoForwardContextError
 from sglcore.runtime.graphs.shadow_mode import Shadow
 from sglcore.runtime.memory.states import StatePool, StateTensor, state_bytes
 from sglcore.runtime.state_layer import StateLayer
 from sglcore.step.snapshot_copies import state_moves
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.runtime.tiny import (
     HIDDEN,
     SHARED,

@@ -15,9 +15,7 @@ import torch
 
 from ci.lanes import Lane
 from sglcore.checkpoint.pooling_config import Pooling
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.kernels.table import KernelTable
@@ -31,6 +29,8 @@ from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
 from sglcore.sampling.params import SamplingParams
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.runtime.tiny import (
     CONTEXT,
     HEAD_DIM,

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
-from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.state import Masks
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from tests.runtime.tiny import (
     CONTEXT,
     GREEDY,

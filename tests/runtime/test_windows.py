@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.attention.contract import AttentionBackend, Bucket
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.attention.layer import Attention
@@ -23,6 +22,7 @@ from sglcore.runtime.memory.geometry import geometry
 from sglcore.runtime.memory.pools import MHATokenToKVPool, WindowTable, cell_bytes
 from sglcore.step.batch_field import spec_of
 from sglcore.step.sizing import Geometry
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, make_site, random_tokens, tokens_of
 from tests.runtime.windows import WindowDesk, make_windowed
 

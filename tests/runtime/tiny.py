@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from sglcore.checkpoint.pooling_config import Pooling
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
-from sglcore.device.worker import BatchResult, Limits
 from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape, HostUpdate
 from sglcore.runtime.attention.reference import ReferenceAttention
@@ -34,6 +32,8 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import BatchResult, Limits
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 29, 8, 2, 1, 4
 PAGE, SLOTS, CONTEXT = 4, 8, 40

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.step.batch_field import Axis, batch_field, batch_record, sentinel
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(slots=True)

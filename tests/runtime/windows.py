@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.memory.geometry import keeps_window, layer_shapes
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, WindowTable
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.runtime.tiny import HEAD_DIM, HEADS, KV_HEADS, PAGE, SLOTS, Desk, Site, TinyModel, ints, make_site, offsets
 
 STEP = 9

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
-from sglcore.device.worker import BatchResult, Ticket
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch, offsets_of
 from tests.schedule.fake_worker import NOTHING, FakeWorker, InFlightStep, Slot, want
 
 

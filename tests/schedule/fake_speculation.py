@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import (
     EMPTY,

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch, offsets_of
-from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket, TokenLogprobs
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch, offsets_of
 
 NOTHING = -7
 EMPTY = 0

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.plan import StepPlan
 from sglcore.schedule.data_parallel.dp_plan import StepVote, Terms, agree, reduced, vote_of
 from sglcore.step.micro_batch_cut import CutTerms
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 from tests.schedule.drive import Drive
 
 CASES = 10_000

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.worker import BatchResult
 from sglcore.schedule.data_parallel import dp_draft_length as module
 from sglcore.schedule.data_parallel.dp_draft_length import AgreedLength
 from sglcore.schedule.data_parallel.dp_plan import Proposals
+from sglcore.worker.model_worker import BatchResult
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.schedule.fake_worker import make_limits
 
 LENGTHS = (0, 1, 3, 4)

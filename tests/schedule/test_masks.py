@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
@@ -18,6 +17,7 @@ from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore.schedule.token_masks import fill_along
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import FakeMatcher
 from tests.schedule.trace import Outcome, Trace, draw_trace, play, with_proposals

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.batch import CaptureHiddenMode
 from sglcore.schedule.request_errors import RequestError
+from sglcore.worker.schedule_batch import CaptureHiddenMode
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_params
 

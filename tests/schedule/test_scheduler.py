@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from msgspec.structs import astuple
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import ConfigError, SglcoreError
-from sglcore.device.worker import BatchResult
+from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.scheduler_stats import SchedulerStats
+from sglcore.worker.model_worker import BatchResult
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits, make_params
 

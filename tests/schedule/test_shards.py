@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.plan import StepPlan
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.data_parallel.dp_loop import Sent, ShardLoop
 from sglcore.schedule.data_parallel.dp_ranks import SLACK, Shards, choose_shard
 from sglcore.schedule.make_loop import make_scheduler
@@ -24,6 +21,9 @@ from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.step.draft_length import LengthController
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 from tests.schedule.fake_speculation import FakeSpeculativeWorker
 from tests.schedule.fake_worker import FakeMatcher, FakeWorker, Truth, Violation, compose, make_limits, make_params
 

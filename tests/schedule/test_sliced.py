@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Limits, Ticket
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, compose, make_limits, make_params
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.schedule.cache.prefix_cache import Node
 from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Awaited, Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import compose, make_limits
 

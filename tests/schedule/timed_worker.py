@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch, offsets_of
-from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch, offsets_of
 
 LAYERS = 32
 

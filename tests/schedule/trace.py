@@ -14,7 +14,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.engine.output_processor import HiddenParts
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.cache.window_pages import least_window_pages
@@ -24,6 +23,7 @@ from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import Limits, TokenLogprobs
 from tests.schedule.fake_speculation import Accepts, make_worker
 from tests.schedule.fake_worker import FakeMatcher, FakeWorker, compose, make_limits, make_params, make_states
 

@@ -16,7 +16,6 @@ import zmq.asyncio
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.worker import Limits
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
@@ -39,6 +38,7 @@ from sglcore.serving.replicas.ipc import (
 from sglcore.serving.replicas.metrics.health import Health
 from sglcore.serving.replicas.prompt_generation import Generation
 from sglcore.serving.replicas.supervisor import Supervisor
+from sglcore.worker.model_worker import Limits
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PATIENCE = 120.0

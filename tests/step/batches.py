@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, Ints, ScheduleBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.schedule_batch import ForwardMode, Ints, ScheduleBatch
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglcore.device.batch import ForwardMode
 from sglcore.step.batch_field import Axis, specs
 from sglcore.step.forward_inputs import ForwardInputs
+from sglcore.worker.schedule_batch import ForwardMode
 
 
 def test_a_row_of_padding_is_a_request_whose_only_token_is_its_first() -> None:

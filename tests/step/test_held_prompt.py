@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.step.held_prompt import Held, HeldPrompt
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 
 def batch(*rows: tuple[int, int, int, bool, bool], mode: ForwardMode = ForwardMode.EXTEND) -> ScheduleBatch:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.step.hisparse_config import HiSparseConfig, parse_hisparse_config
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import CaptureHiddenMode, ScheduleBatch
 from sglcore.step.batch_field import Axis, Once, Split, When, batch_field, batch_record, spec_of, zero
 from sglcore.step.host_values import host_arrays, host_reader, padded
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ScheduleBatch
 from tests.step.batches import ints, make_batch
 
 

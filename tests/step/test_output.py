@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode
 from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.emitting_rows import plan_rows
 from sglcore.step.step_output import StepOutput
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.step.batches import ints, make_batch
 
 

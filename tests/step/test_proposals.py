@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.step.verification_rows import accepted_runs, most_lens
+from sglcore.worker.model_worker import BatchResult, TokenLogprobs
 
 
 @pytest.mark.parametrize(("bad", "wanted"), [(2, [False, False]), (0, [True, False]), (5, [False, True])])

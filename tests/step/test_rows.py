@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode
 from sglcore.step.emitting_rows import last_tokens, owners, plan_rows, within
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.step.batches import ints, make_batch
 
 

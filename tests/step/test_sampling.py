@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.state import Logprobs
 from sglcore.step import sampling_arrays
 from sglcore.step.emitting_rows import plan_rows
 from sglcore.step.sampling_arrays import NO_INPUTS, sampling_inputs, score_prompts
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.step.batches import GREEDY, ints, make_batch
 
 PENALISED = SamplingParams(temperature=1.0, frequency_penalty=0.5)

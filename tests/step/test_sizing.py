@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, StrictError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError, StrictError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PageMajorTokenToKVPool, ReqToTokenPool, cell_bytes
 from sglcore.step.sizing import GIB, Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 from tests.runtime.tiny import Desk

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglcore.device.batch import CaptureHiddenMode
 from sglcore.step.tickets import Tickets, check_hidden_states, take_payload
+from sglcore.worker.schedule_batch import CaptureHiddenMode
 from tests.schedule.fake_worker import make_limits
 from tests.step.batches import make_batch
 

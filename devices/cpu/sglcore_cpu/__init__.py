@@ -2,7 +2,7 @@
 declaration needs."""
 
 from sglcore.device.package import DevicePackage
-from sglcore.device.topology import Communication
+from sglcore.worker.topology import Communication
 
 package = DevicePackage(
     name="cpu",

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
-from sglcore.device.topology import Place
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner, world
 from sglcore.runtime.graphs.graph_choice import reason_of_ranks
@@ -28,6 +27,7 @@ from sglcore.runtime.overlap.micro_batches import Halves
 from sglcore.runtime.speculative.speculation_choice import Speculation
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
+from sglcore.worker.topology import Place
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels, engine_of_one
 from sglcore_cpu.kernels.extension import extension_row, find_extension

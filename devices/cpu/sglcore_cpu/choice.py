@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.compile import ARM, X86, Variant
 from sglcore_cpu.first_start import find_library

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore.runtime.bring_up import LoadedModel
 from sglcore_cpu.arena import huge_pages
 from sglcore_cpu.kernels.operands import SERVED

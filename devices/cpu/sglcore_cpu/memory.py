@@ -10,8 +10,8 @@ from typing import Any
 from sglcore.checkpoint.checkpoint_files import checkpoint_files, read_json
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import CheckpointError, ConfigError
 from sglcore.device.control_group import UNLIMITED, memory_limits
-from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.system import System
 from sglcore_cpu.weight_size import folder_bytes, gguf_bytes
 

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_cpu.topology import Topology, core_ranges
 
 WORTH_SPREADING = 512 << 20

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.topology import Place
 from sglcore.runtime.overlap.interleave import pause
 from sglcore.runtime.parallel.pending_collective import Finished, Handle
 from sglcore.runtime.parallel.process_group import Group
+from sglcore.worker.topology import Place
 from sglcore_cpu.native import TYPES, Engine, recorder
 from sglcore_cpu.rank_meeting import Meeting, memory_size
 

@@ -11,12 +11,11 @@ import torch
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.target import GIVEN
+from sglcore.core.errors import BringUpError, ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.bring_up import BringUp
-from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
-from sglcore.device.topology import Place, Topology
 from sglcore.runtime import bring_up
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.bring_up import STANDARD
@@ -24,6 +23,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory import memory_bring_up as memory
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
+from sglcore.worker.topology import Place, Topology
 from sglcore_cpu import package
 from sglcore_cpu.bring_up import BRING_UP, library_threads, processor_kernels, sums_of_ranks
 from sglcore_cpu.facts import facts

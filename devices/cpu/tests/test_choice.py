@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_cpu.choice import choose_kernels, load_library
 from sglcore_cpu.kernels.table import is_native
 from sglcore_cpu.native import Library, NativeUnavailable

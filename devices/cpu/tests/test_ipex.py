@@ -25,8 +25,8 @@ from sglcore.conformance.kit_run import Kit, run_case
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.laws.laws_kernels import RELATIVE, compare, entries
 from sglcore.conformance.target import find_target
-from sglcore.device.errors import ConfigError, DeviceError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError, DeviceError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.system import host_system
 from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all
 from sglcore_cpu import package

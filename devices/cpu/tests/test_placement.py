@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_cpu.placement import Placement, interleave, plan_placement
 from sglcore_cpu.topology import Topology
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_cpu.bring_up import room
 from sglcore_cpu.memory import weight_bytes
 

@@ -2,7 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
-from sglcore.device.topology import Communication
+from sglcore.worker.topology import Communication
 
 package = DevicePackage(
     name="cuda",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import BringUp
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory.accelerator import device_memory
 from sglcore_cuda.capability import Capability, read_capability

@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from sglcore.device.errors import DeviceError
+from sglcore.core.errors import DeviceError
 from sglcore.device.package import resolve
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cuda.capability import Capability, read_capability

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.cuda import green_contexts
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.overlap.parts import Partition
 from sglcore_cuda.capability import read_capability
 

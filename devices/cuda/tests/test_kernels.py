@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, DeviceError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError, DeviceError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.attention.backend_selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore_cuda import package

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cuda import package

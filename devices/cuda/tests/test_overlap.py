@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
 from sglcore_cuda import package

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.cuda import green_contexts
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_cuda import sm_partition as parts
 from sglcore_cuda.capability import read_capability
 from sglcore_cuda.sm_partition import MULTIPLE, partition

@@ -20,7 +20,7 @@ from sglcore.conformance.inputs import kernel_inputs_sparse
 from sglcore.conformance.inputs.kernel_inputs import Draw
 from sglcore.conformance.inputs.kernel_taking import code_of
 from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.hisparse_entries import REACHING

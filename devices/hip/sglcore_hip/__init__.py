@@ -2,7 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
-from sglcore.device.topology import Communication
+from sglcore.worker.topology import Communication
 
 package = DevicePackage(
     name="hip",

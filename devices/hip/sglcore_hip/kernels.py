@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglcore.device.errors import DeviceError
+from sglcore.core.errors import DeviceError
 from sglcore.device.package import resolve
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_hip.capability import WIDE_WAVE, Capability, read_capability

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.kernels.table import Limited, Trial
 from sglcore_hip.capability import WIDE_WAVE, Capability

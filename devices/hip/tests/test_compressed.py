@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.attention.backend_selection import choose_attention, shape_of
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan
 from sglcore.runtime.forward_batch import ForwardBatch

@@ -19,8 +19,8 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.inputs import kernel_inputs_sparse
 from sglcore.conformance.inputs.kernel_inputs import Draw
 from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose

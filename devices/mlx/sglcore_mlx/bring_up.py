@@ -14,16 +14,16 @@ import mlx.core as mx
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.checkpoint.model_config import check_context
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import BringUp
-from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse_config import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
 from sglcore.step.slice_decisions import INTERLEAVE, lane_row, slice_budget, slice_row, whole_row
+from sglcore.worker.model_worker import Limits
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware

@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.step.host_values import host_reader, make_batch
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.indexed import ChoosingPlan

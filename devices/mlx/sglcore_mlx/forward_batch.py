@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.batch_field import Axis, Split, batch_field, batch_record
 from sglcore.step.forward_inputs import ForwardInputs
 from sglcore.step.host_values import HostReader, Values
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.layers.rotary import Rotary, Rotate
 
 States: TypeAlias = list[mx.array]

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore_mlx.layers.linear import LinearParts
 
 PROCESSOR_STREAMS = 2

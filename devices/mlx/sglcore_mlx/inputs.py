@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.batch_field import Axis
 from sglcore.step.host_values import HostReader, Values, host_reader, padded
 from sglcore.step.verification_rows import node_limits
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.pool import PageTable

@@ -13,7 +13,7 @@ import mlx.core as mx
 from sglcore.checkpoint.checkpoint_files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.model_config import EMPTY, ModelConfig
 from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.core.errors import CheckpointError, ConfigError
 from sglcore.models import layer_kinds as models
 from sglcore.models.architecture_registry import model_class
 from sglcore.models.layer_kinds import Architecture

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.tables import new_pages
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.models.contract import LayerShape
 from sglcore_mlx.speculative.verify import Drafts
 from sglcore_mlx.states import StatePool

@@ -9,8 +9,8 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from sglcore.checkpoint.pooling_config import Pooling
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.pooling_rows import pooled_rows
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 Rows = Mapping[str, mx.array]
 """The result of `pooled_rows` as arrays."""

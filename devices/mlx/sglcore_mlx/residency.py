@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore.step.sizing import size_text
 
 CACHE_SHARE = 16

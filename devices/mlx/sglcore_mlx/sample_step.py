@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.state import Masks, SampledTokens, place_changes
 from sglcore.step.emitting_rows import RowPlan, last_tokens
 from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.tables import new_history
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.sampling.sampler import Sampler

@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.snapshot_copies import entering_slots, state_moves
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.forward_batch import States
 from sglcore_mlx.models.contract import StateShape
 

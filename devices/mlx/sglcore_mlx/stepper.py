@@ -15,13 +15,13 @@ from typing import Required, TypeAlias, TypedDict
 
 import mlx.core as mx
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.emitting_rows import RowPlan, plan_rows
 from sglcore.step.hidden_rows import HiddenRows, hidden_rows, take_states
 from sglcore.step.sampling_arrays import SamplingInputs, score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.forward import DecodeForward, begin_extend, embed_forward, extend_forward
 from sglcore_mlx.forward_batch import ForwardBatch, States

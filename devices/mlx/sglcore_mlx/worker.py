@@ -10,9 +10,9 @@ from concurrent.futures import Future
 import mlx.core as mx
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.step.tickets import check_hidden_states, take_payload
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.stepper import Launched, Stepper
 from sglcore_mlx.thread import StreamThread
 

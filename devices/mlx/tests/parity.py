@@ -16,13 +16,13 @@ from safetensors.numpy import save_file
 from sglcore.config.engine_config import resolve_config
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
 from sglcore.conformance.recording_worker import RecordingWorker
-from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.start import start
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.model_worker import Limits, ModelWorker
 
 VOCAB = 97
 CONTEXT = 128

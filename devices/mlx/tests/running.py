@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.package import resolve
 from sglcore.engine.start import embedded_model, no_progress
 from sglcore_mlx import package

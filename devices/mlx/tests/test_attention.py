@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention, DecodeRows
 from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.encoder import EncoderRows

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from devices.mlx.tests import test_steps
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.batch_field import Axis, batch_field, batch_record, sentinel
 from sglcore.step.emitting_rows import within
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx import bring_up, inputs, stepper
 from sglcore_mlx.forward_batch import ForwardBatch
 
@@ -93,7 +93,7 @@ def test_declared_fields_reach_the_model(graph: str, monkeypatch: pytest.MonkeyP
 
 def test_declared_fields_of_a_request_stand_beside_each_token_that_is_verified() -> None:
     from devices.mlx.tests.test_inputs import SIZES, batch_of
-    from sglcore.device.batch import ForwardMode
+    from sglcore.worker.schedule_batch import ForwardMode
     from sglcore_mlx.pool import PageTable
 
     batch = widened(batch_of([1, 1], [6, 2], ForwardMode.DECODE))
@@ -127,7 +127,7 @@ def stale(right: Any) -> Any:
 
 def test_padding_rows_hold_what_was_declared() -> None:
     from devices.mlx.tests.test_inputs import SIZES, batch_of
-    from sglcore.device.batch import ForwardMode
+    from sglcore.worker.schedule_batch import ForwardMode
     from sglcore_mlx.pool import PageTable
 
     batch = widened(batch_of([1, 1], [6, 2], ForwardMode.DECODE))

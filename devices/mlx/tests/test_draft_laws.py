@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from devices.mlx.tests.parity import Result, TokenEngine, random_prompts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.speculative import drafter as drafters
 from sglcore_mlx.speculative.draft_stepper import DraftStepper
 from sglcore_mlx.speculative.drafter import Begun, PromptRows, Roots, VerifiedRows

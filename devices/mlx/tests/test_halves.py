@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from devices.mlx.tests.running import running
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 
 
 @pytest.mark.parametrize(("asked", "is_less"), [("on", True), ("auto", False)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.step.emitting_rows import plan_rows
 from sglcore.step.host_values import host_reader
 from sglcore.step.sizing import MemorySizes
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.inputs import SingleRows, bucket, decode_inputs, extend_values, parts_of, row_bucket

@@ -16,8 +16,8 @@ import pytest
 from devices.mlx.tests.model_cases import hidden_states, load, logprobs, split_parts
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError, ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore_mlx import package
 from sglcore_mlx.bring_up import kernels
 from sglcore_mlx.load import MAPPED

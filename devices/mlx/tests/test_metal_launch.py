@@ -13,7 +13,7 @@ import pytest
 
 from devices.mlx.tests.metal_cases import Case, Inputs, made
 from devices.mlx.tests.metal_on_host import Generated, generated_text, parse
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.attention import metal
 from sglcore_mlx.attention.metal import PART, Launch, Program, Shape, combine_launch, paged_decode, walk_launch
 

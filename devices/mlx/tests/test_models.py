@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.model_cases import causal, full, hidden_states, load, logprobs, split_parts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.models.contract import LayerShape
 

@@ -13,7 +13,7 @@ import pytest
 
 from sglcore.checkpoint.model_config import ModelConfig, RopeConfig, read_config
 from sglcore.checkpoint.rope_config import rotary_frequencies
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.rotary import Rotary
 

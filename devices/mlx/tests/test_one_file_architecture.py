@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.model_cases import load, logprobs
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 pytestmark = pytest.mark.needs("torch")
 

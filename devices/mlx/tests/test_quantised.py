@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.model_cases import hidden_states, load, logprobs, split_parts
-from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
+from sglcore.core.errors import CheckpointError, ConfigError, SglcoreError
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EXPERTS, WIDE = 64, 96, 4, 2, 16, 101, 4, 32
 IDS = (

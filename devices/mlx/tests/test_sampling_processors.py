@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.sampling_rows import drawn, planted, random_extras, staged, tokens_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
 from sglcore_mlx.sampling import processors

@@ -19,7 +19,7 @@ from devices.mlx.tests.sampling_rows import (
     staged,
     tokens_of,
 )
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.sampling import noise, reference_sampler
 from sglcore.sampling.noise import LIMIT
 from sglcore.sampling.params import SamplingParams

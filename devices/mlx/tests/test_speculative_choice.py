@@ -13,8 +13,8 @@ from devices.mlx.tests.parity import write_tiny
 from devices.mlx.tests.running import bring_up, running
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.settings import settings_of
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.engine.start import embedded_model
 from sglcore_mlx.speculative.choice import COUPLED, GAPS, NGRAM, RULE_GAPS, SERVED, SUFFIX, choose_speculation
 

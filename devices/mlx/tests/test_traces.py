@@ -39,13 +39,13 @@ from sglcore.conformance.mutants.mutants_worker import (
     SwapsRows,
 )
 from sglcore.conformance.recording_worker import RecordingWorker
-from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.scheduler_stats import SchedulerStats
 from sglcore.schedule.step_loop import Loop
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.stepper import Stepper
 
 CONTEXT = 48

@@ -23,11 +23,11 @@ from devices.mlx.tests.parity import DEFAULTS, TokenEngine, random_prompts, writ
 from sglcore.config.engine_config import resolve_config
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.target import StartedDevice, Target
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
-from sglcore.device.worker import BatchResult, ModelWorker
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import BatchResult, ModelWorker
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore_mlx import package
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import Model

@@ -8,9 +8,9 @@ from importlib import import_module
 
 import torch
 
+from sglcore.core.errors import DeviceError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import BringUp
-from sglcore.device.errors import DeviceError
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_musa.kernels import triton_gap

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from sglcore.device.errors import DeviceError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import DeviceError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.step.sizing import size_text
 from sglcore_musa.bring_up import BRING_UP, device_memory, extension
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_musa import kernels
 from sglcore_musa.bring_up import kernel_choices

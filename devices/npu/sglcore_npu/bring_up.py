@@ -6,9 +6,9 @@ from importlib import import_module
 
 import torch
 
+from sglcore.core.errors import DeviceError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import BringUp
-from sglcore.device.errors import DeviceError
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD, LoadedModel
 from sglcore.runtime.memory.accelerator import device_memory
 from sglcore_npu.kernels import LARGE, offers, takes_nz

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.worker.schedule_batch import ForwardMode
 from sglcore_npu import attention_fused, kernels, sparse
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 128

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.attention.backend_selection import AttentionNeeds, select_attention
 from sglcore_npu import package
 from sglcore_npu.attention_fused import FusedAttention

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sglcore.device.errors import DeviceError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import DeviceError
+from sglcore.core.ledger import DecisionLedger
 from sglcore_npu.bring_up import BRING_UP, extension
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.worker.schedule_batch import ForwardMode
 from sglcore_npu.attention_fused import FusedAttention, FusedPlan
 from sglcore_npu.graphs import NpuSegment, make_capture
 from sglcore_npu.tasks import HostLengths, Task, npu

@@ -17,7 +17,7 @@ from sglcore.conformance.inputs.kernel_inputs import Draw
 from sglcore.conformance.inputs.kernel_inputs_sparse import sparse_mqa as inputs
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.laws.laws_kernels import RELATIVE, compare, relative_error
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.kernel_choice import Refusals, fitted
 from sglcore.runtime.kernels.row_codec import RowCodec

@@ -2,7 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
-from sglcore.device.topology import Communication
+from sglcore.worker.topology import Communication
 
 GRAPHICS = ":00:02.0"
 """The PCI address suffix of Intel CPUs' integrated graphics. A virtual machine may have cards at

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.bring_up import BringUp
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory import accelerator
 from sglcore.step.sizing import MemoryBudget, size_text

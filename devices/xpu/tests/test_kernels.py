@@ -12,8 +12,8 @@ import torch
 import triton.backends
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, DeviceError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError, DeviceError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.attention.backend_selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels.compilers import triton_gap

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance.harness import Harness
-from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
 from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch, offsets_of
 
 Rows = tuple[tuple[int, int], ...]
 """(tokens before this step, tokens of this step) of each request."""

@@ -34,14 +34,14 @@ from sglcore.conformance.laws.laws_kernels import check_rows
 from sglcore.conformance.mutants import mutants_attention as broken
 from sglcore.conformance.mutants.mutants_facts import READS_LENGTHS
 from sglcore.conformance.target import Target, reads_heads
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.memory.pools import POOL_KINDS
 from sglcore.step.host_values import host_arrays
+from sglcore.worker.schedule_batch import ForwardMode
 
 TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
 """For outputs that are means of values around 1."""

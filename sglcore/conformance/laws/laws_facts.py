@@ -19,11 +19,11 @@ from sglcore.conformance.law import LOGPROBS, Law, LawBroken, one_case
 from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants import mutants_facts as broken
 from sglcore.conformance.target import Target
-from sglcore.device.batch import ForwardMode
 from sglcore.device.facts import Facts
 from sglcore.runtime.readback import ReadbackQueue
 from sglcore.runtime.staging import RING
 from sglcore.step.host_values import host_arrays
+from sglcore.worker.schedule_batch import ForwardMode
 
 WIDE = (torch.int64, torch.uint64)
 GIVES_WIDE = frozenset({"argmax", "max", "topk", "sort"})

@@ -18,7 +18,7 @@ from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.mutants import mutants_kernels
 from sglcore.conformance.target import Target
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.kernel_choice import choose

@@ -20,8 +20,8 @@ from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants import mutants_package as broken
 from sglcore.conformance.target import DTYPES, GIVEN, Target
+from sglcore.core.errors import BringUpError, DeviceError
 from sglcore.device.bring_up import BringUp
-from sglcore.device.errors import BringUpError, DeviceError
 from sglcore.device.facts import Facts
 from sglcore.device.import_references import modules
 from sglcore.device.package import API, resolve

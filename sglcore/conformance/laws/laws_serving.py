@@ -12,7 +12,7 @@ from sglcore.conformance.inputs.kit_models import CONTEXT, KV_HEADS, LAYERS
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken
 from sglcore.conformance.mutants import mutants_worker as worker
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.core import Engine, Prompt
 from sglcore.engine.outputs import Completion, RequestOutput
 from sglcore.sampling.params import SamplingParams

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sglcore.conformance.mutant import Change, Mutant, become, in_runtime
 from sglcore.conformance.mutants.mutants_worker import Changed
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 
 def coarse(table: KernelTable) -> KernelTable:

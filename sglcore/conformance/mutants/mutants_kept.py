@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
 from sglcore.conformance.mutants.mutants_worker import Changed
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Limits, ModelWorker
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.worker.model_worker import Limits, ModelWorker
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class KeepsOldStates(Changed):

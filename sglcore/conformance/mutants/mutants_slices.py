@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglcore.conformance.mutant import TORCH, Mutant, become, in_runtime
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 
 def hands_on_half(slices: Any) -> Any:

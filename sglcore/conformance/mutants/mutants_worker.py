@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from sglcore.conformance.mutant import Mutant
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.worker.model_worker import BatchResult, Limits, ModelWorker, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class Changed:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.page_transfer import PageTransfer, PeerLost, Told
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal, unpack_logprobs
 from sglcore.sampling.plain_params import pack_params
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.returned_states import STATES
+from sglcore.worker.page_transfer import PageTransfer, PeerLost, Told
 
 if TYPE_CHECKING:
     from sglcore.engine.token_engine import TokenEngine

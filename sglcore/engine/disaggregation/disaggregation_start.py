@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig, is_loopback
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
-from sglcore.device.page_transfer import PageHolder, PageMemory, layout_of
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.engine.checkpoint_digest import identity_of
 from sglcore.engine.disaggregation.decode_side import DecodeSide
 from sglcore.engine.disaggregation.prefill_side import PromptSide
 from sglcore.engine.disaggregation.tcp_transfer import SILENCE, TcpPages, wait_for
 from sglcore.engine.disaggregation.transfer_messages import PageSide
+from sglcore.worker.page_transfer import PageHolder, PageMemory, layout_of
 
 if TYPE_CHECKING:
     from sglcore.engine.start import Started

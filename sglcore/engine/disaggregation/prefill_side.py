@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from sglcore.device.errors import SglcoreError
-from sglcore.device.page_transfer import Ints, PageTransfer, Progress, Told, Transfer
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal, pack_logprobs
 from sglcore.sampling.params import SamplingError
 from sglcore.sampling.plain_params import unpack_params
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.page_transfer import Ints, PageTransfer, Progress, Told, Transfer
 
 if TYPE_CHECKING:
     from sglcore.engine.token_engine import TokenEngine

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
-from sglcore.device.page_transfer import PeerLost, Progress, Transfer
 from sglcore.engine.timed_read import read_exactly
+from sglcore.worker.page_transfer import PeerLost, Progress, Transfer
 
 MAGIC = 0x5350
 _HEAD = struct.Struct("<HHIQQ")

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.page_transfer import Ints, Layout, PageMemory, PeerLost, Progress, Told, Transfer
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation.tcp_frames import Connection, Frame, Kind, Lost, receive_frame, send_frame
 from sglcore.engine.timed_read import is_readable
+from sglcore.worker.page_transfer import Ints, Layout, PageMemory, PeerLost, Progress, Told, Transfer
 
 SILENCE = 20.0
 """Seconds without a frame after which a peer is lost."""

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sglcore.device.worker import TokenLogprobs
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.model_worker import TokenLogprobs
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):

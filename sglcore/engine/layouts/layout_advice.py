@@ -10,11 +10,11 @@ from typing import Any
 
 from sglcore.checkpoint.model_config import ModelConfig, read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Topology, divisors
+from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts.cluster import Cluster
 from sglcore.engine.layouts.layout_cost import Costs, Rows, Seconds
 from sglcore.engine.layouts.model_shape import shape_of
+from sglcore.worker.topology import Topology, divisors
 
 CHUNK = 2048
 """Assumed prompt tokens in one prefill step of a shard."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 
-from sglcore.device.topology import Topology
 from sglcore.engine.layouts.cluster import Cluster
 from sglcore.engine.layouts.model_shape import LayerShape, ModelShape
+from sglcore.worker.topology import Topology
 
 LAUNCHES = 10
 """Assumed kernels of a layer that run one after the other."""

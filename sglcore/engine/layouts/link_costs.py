@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts, read_quantization
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 UNKNOWN = (
     "linear_num_key_heads",

@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
-from sglcore.device.plan import StepPlan
-from sglcore.device.swap_counts import SwapCounts
-from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import BatchResult, TokenLogprobs
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.swap_counts import SwapCounts
 
 RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts, StepPlan)
 """Records that can be encoded. The index of a record identifies it in the encoding."""

@@ -21,9 +21,9 @@ import msgspec
 
 from sglcore.config.engine_config import EngineConfig, config_of_plain, plain_config
 from sglcore.config.server_config import is_loopback
+from sglcore.core.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
-from sglcore.device.ledger import DecisionLedger
 from sglcore.engine.process_end import leave
 from sglcore.engine.ranks.agreement import shared_facts, with_decisions
 from sglcore.engine.ranks.hosts import EPOCH, HostSpec, NodeFacts, Order, spec_at

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from sglcore.config.engine_config import EngineConfig, plain_config
-from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.core.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.engine.ranks.agreement import differences
 from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.spec import HOST_GONE, RankSpec

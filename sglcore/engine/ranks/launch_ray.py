@@ -20,7 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 
 OBJECT_STORE_BYTES = 128 << 20
 """Bytes of the object store of a cluster that is started here: nothing large is sent through

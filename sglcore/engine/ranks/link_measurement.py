@@ -23,17 +23,17 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from sglcore.config.engine_config import EngineConfig, config_of_plain
+from sglcore.core.errors import ConfigError, WorkerLost
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.choice import ChosenDevice, check_same
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
-from sglcore.device.topology import Place, Topology
 from sglcore.engine.layouts.link_costs import Link, fitted
 from sglcore.engine.process_end import leave
 from sglcore.engine.ranks.rank_process import tell_interface
 from sglcore.engine.ranks.ranks_start import check_devices
 from sglcore.engine.ranks.spec import RankSpec, spec_of
 from sglcore.engine.start import bring_up, choose, embedded_model
+from sglcore.worker.topology import Place, Topology
 
 MEASURE = "sglcore.runtime.parallel.measure_collectives:measure"
 """The function that measures, as a reference, because this process must not load a tensor

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.errors import SglcoreError, WorkerLost
-from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.core.errors import SglcoreError, WorkerLost
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.watch import Watch
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
 from sglcore.engine.timed_read import is_readable
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
 
 @dataclass(slots=True, eq=False)

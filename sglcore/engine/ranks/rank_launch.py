@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 
 LEADER_PORT = 29517
 """The leader's port if the launcher gives an address without a port."""

@@ -22,12 +22,9 @@ from typing import Any
 import msgspec
 
 from sglcore.config.engine_config import EngineConfig, config_of_plain
-from sglcore.device.batch import HostSampling, ScheduleBatch
+from sglcore.core.errors import SglcoreError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.choice import ChosenDevice, check_same
-from sglcore.device.errors import SglcoreError
-from sglcore.device.ledger import DecisionLedger
-from sglcore.device.topology import Place
-from sglcore.device.worker import ModelWorker, Ticket
 from sglcore.engine.process_end import leave
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.interface import interface_of
@@ -36,6 +33,9 @@ from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.wire import Channel, Gone, Kind, connect
 from sglcore.engine.start import bring_up, choose, model_folder
 from sglcore.engine.timed_read import is_readable
+from sglcore.worker.model_worker import ModelWorker, Ticket
+from sglcore.worker.schedule_batch import HostSampling, ScheduleBatch
+from sglcore.worker.topology import Place
 
 LEADER_GONE = 3
 """The exit code of a rank after its leader ended without a message."""

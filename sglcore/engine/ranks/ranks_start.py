@@ -19,12 +19,10 @@ from sglcore.checkpoint.model_config import architecture_of, read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.checkpoint.tensor_parallel import check_divisible
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError, WorkerLost
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
 from sglcore.device.selection import Choice
-from sglcore.device.topology import Topology
-from sglcore.device.worker import Limits
 from sglcore.engine.ranks.rank_group import RankGroup, close_all, end_all
 from sglcore.engine.ranks.rank_launch import ALONE, Placement, find_placement
 from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local
@@ -32,6 +30,8 @@ from sglcore.engine.ranks.team import SILENCES, Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Gone
 from sglcore.engine.timed_read import is_readable
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.topology import Topology
 
 Progress = Callable[[str, int, int], None]
 REASON: Ref = "sglcore.runtime.speculative.refused_combinations:reason_in_shards"

@@ -13,7 +13,7 @@ import msgspec
 
 from sglcore.config.engine_config import EngineConfig, plain_config
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.topology import Place
+from sglcore.worker.topology import Place
 
 
 class RankSpec(msgspec.Struct, frozen=True):

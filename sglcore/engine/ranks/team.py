@@ -15,11 +15,10 @@ from typing import Any
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import is_loopback
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
 from sglcore.device.selection import Choice
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks.agreement import decisions, shared_facts
 from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, RemoteHost, host_spec
 from sglcore.engine.ranks.interface import interface_of
@@ -27,6 +26,7 @@ from sglcore.engine.ranks.launch_ray import RayHosts
 from sglcore.engine.ranks.rank_launch import Placement, host_and_port
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spec_of
 from sglcore.engine.ranks.wire import Channel, listen, tcp_address
+from sglcore.worker.topology import Communication, Place, Topology
 
 SILENCES = 5
 """Missed heartbeats after which a peer counts as gone."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.core.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.engine.ranks.spec import HOST_GONE, RankProcess
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind
 

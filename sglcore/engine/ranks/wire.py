@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.timed_read import read_exactly
 
 MAGIC = 0x5347

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.engine.structured_output.grammar_check import GrammarChecks, failure_of
 from sglcore.engine.structured_output.grammar_size import refuse_large
 from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglcore.checkpoint.checkpoint_files import read_json
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.engine.tokenizers.template_bounds import Bounds
 
 Message = Mapping[str, Any]

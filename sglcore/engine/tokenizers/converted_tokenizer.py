@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, normalizers
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.tiktoken_tokenizer import RANKS, TEKKEN, has_ranks, read_ranks, read_tekken
 from sglcore.engine.tokenizers.tokenizer_code import CODE
 from sglcore.engine.tokenizers.tokenizer_conversion import PROBES, cut_otherwise, library, unreadable

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 
 from sglcore.checkpoint.gguf_config import CONTROL, TOKENS, token_id
 from sglcore.checkpoint.gguf_header import REMEDY, GgufHeader, read_header
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 
 USER_DEFINED = 4
 """The GGUF type of tokens that are matched as a whole in any text but are not control tokens."""

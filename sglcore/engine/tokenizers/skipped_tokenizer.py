@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
 from sglcore.engine.tokenizers.text_codec import EncodedPair, TextCodec

@@ -12,7 +12,7 @@ from sglcore.checkpoint.checkpoint_files import read_json
 from sglcore.checkpoint.gguf_config import end_tokens
 from sglcore.checkpoint.gguf_header import is_gguf, read_header
 from sglcore.checkpoint.pooling_config import read_prompts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.tokenizers.converted_tokenizer import convert_tokenizer
 from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
 from sglcore.checkpoint.checkpoint_files import read_json
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.tokenizer_code import Form, stated_by
 from sglcore.engine.tokenizers.tokenizer_conversion import PROBES, cut_otherwise, library, unreadable
 

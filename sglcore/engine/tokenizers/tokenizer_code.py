@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 CODE = "tokenization_*.py"
 """Pattern of the names of files with a checkpoint's tokenizer code."""

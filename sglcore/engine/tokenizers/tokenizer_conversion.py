@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 EXTRA = "pip install 'sglcore[slow-tokenizers]', or save a tokenizer.json next to the weights"
 PROBES = (

@@ -22,7 +22,7 @@ from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.tensor_parallel import Shard, legal_widths
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.build_scope import Scope
 from sglcore.layers.compressed_attention import CompressedAttention, OfAttention

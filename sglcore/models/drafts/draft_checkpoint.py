@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.package import Ref
 from sglcore.models.layer_kinds import Architecture
 

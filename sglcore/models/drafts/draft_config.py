@@ -16,7 +16,7 @@ from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.safetensors_header import read_entries
 from sglcore.config.draft_kinds import DRAFT_KINDS, DRAFT_TOKENS, MTP
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.package import Ref, resolve
 from sglcore.models.drafts import deepseek_v4_nextn
 from sglcore.models.drafts.draft_checkpoint import (

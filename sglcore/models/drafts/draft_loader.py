@@ -16,8 +16,8 @@ from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER
 from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.config.draft_kinds import MTP
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.drafts.draft_checkpoint import EMBEDDING, HEAD
 from sglcore.models.drafts.draft_config import (

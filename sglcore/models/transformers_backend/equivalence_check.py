@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.models.layer_kinds import Architecture
 from sglcore.models.single_steps import CONTEXT, Steps
 from sglcore.models.transformers_backend.small_config import shrunk

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend.rotary_convention import WAYS, Doubling
 
 _PROBED = (0, 1, 2, 5, 63, 64, 255, 256, 1023, 4096, 32768)

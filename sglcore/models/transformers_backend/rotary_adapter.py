@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.torch_layers import Build
 from sglcore.models.transformers_backend.kernel_layers import Norm, PackedLinear
 from sglcore.models.transformers_backend.layer_trace import Trace

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 WALK = "sglcore_walk"
 """The name of the attention function that records calls."""

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend.transformers_config import Library
 
 PARAMETERS = 80_000_000

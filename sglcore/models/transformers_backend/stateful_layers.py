@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend.kernel_layers import PackedLinear
 from sglcore.models.transformers_backend.module_probes import kind_of
 from sglcore.runtime.forward_batch import ForwardBatch

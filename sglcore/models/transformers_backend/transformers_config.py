@@ -18,7 +18,7 @@ from sglcore.checkpoint.config_types import KINDS, check_values
 from sglcore.checkpoint.model_config import EMPTY, ModelConfig, RopeConfig, architecture_of, served
 from sglcore.checkpoint.pooling_config import read_pooling
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.checkpoint_code import CAUSAL
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.torch_layers import Build
 from sglcore.models.decoder import names_behind
 from sglcore.models.layer_kinds import Architecture

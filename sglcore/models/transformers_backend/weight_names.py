@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.weights.formats.format_registry import FORMATS
 
 _WEIGHT = "weight"

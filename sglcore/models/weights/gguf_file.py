@@ -16,7 +16,7 @@ from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, architecture_na
 from sglcore.checkpoint.gguf_config import LONG_FACTORS, ROPE_FACTORS, checkpoint_name
 from sglcore.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.weights.gguf_blocks import BlockWeight
 from sglcore.models.weights.quantized_weight import Stored, fill, pieces
 from sglcore.models.weights.safetensors_file import read_into

@@ -15,8 +15,8 @@ from sglcore.checkpoint.checkpoint_files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.checkpoint.model_config import EMPTY, ModelConfig
 from sglcore.checkpoint.quantization_config import NONE, read_quantization
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.layers.build_scope import Weights
 from sglcore.layers.parallel.tensor_parallel_layers import ShardedBuild
 from sglcore.layers.torch_layers import Build

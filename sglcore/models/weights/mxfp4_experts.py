@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sglcore.checkpoint.safetensors_header import Entry
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import Stored
 from sglcore.models.weights.safetensors_file import SafetensorsFile

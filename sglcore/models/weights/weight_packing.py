@@ -15,8 +15,8 @@ from types import MappingProxyType
 from torch import Tensor
 
 from sglcore.checkpoint.quantization_config import NONE
-from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import CheckpointError, ConfigError
+from sglcore.core.ledger import Row
 from sglcore.layers.build_scope import Packable, Weights
 from sglcore.models.weights.quantized_weight import GROUPS, QuantizedWeight, Stored, fill, joined, packable, rounded
 from sglcore.models.weights.weight_sources import CountBytes, PlainSource, Source

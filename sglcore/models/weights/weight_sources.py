@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglcore.checkpoint.quantization_config import Quantization
 from sglcore.checkpoint.safetensors_header import Entry
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.formats.format_registry import FORMATS
 from sglcore.models.weights.formats.format_tensors import LayerTensors

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, SglcoreError, one_line
+from sglcore.core.errors import ConfigError, SglcoreError, one_line
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionShape, Unavailable
 from sglcore.runtime.attention.layer import Attention

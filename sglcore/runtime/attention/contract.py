@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, final
 
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.memory.kv_rows import ROWS
 from sglcore.runtime.memory.pools import CELL_MAJOR
 
 if TYPE_CHECKING:
-    from sglcore.device.batch import ScheduleBatch
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.kernels.entry import Entry
     from sglcore.runtime.kernels.kernel_choice import Call
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
     from sglcore.step.hisparse_config import StepSwaps
+    from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class Unavailable(ImportError):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import offsets_of
+from sglcore.worker.schedule_batch import offsets_of
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch

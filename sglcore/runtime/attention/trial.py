@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import SglcoreError, one_line
+from sglcore.core.errors import SglcoreError, one_line
 from sglcore.runtime.attention.contract import AttentionBackend, Bucket
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.worker.schedule_batch import ForwardMode
 
 TOKENS = 2
 """Tokens of the prompt that is tried."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -25,6 +23,8 @@ from sglcore.runtime.graphs.graph_policy import (
     read_host_arrays,
 )
 from sglcore.runtime.split_forward import CapturedSplit, SplitForward
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.graph_runner import GraphRunner

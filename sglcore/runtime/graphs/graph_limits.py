@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 
 MOST_CAPTURED = 256
 """Maximum requests of a decode graph by default. A capture only records, it computes nothing."""

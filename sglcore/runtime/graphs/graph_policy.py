@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import bucket_for
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graphs.graph_backend import Forward
 from sglcore.step.batch_field import Axis, Split, specs
 from sglcore.step.host_values import host_arrays
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.step_plan import bucket_for
 
 Captured = TypeVar("Captured")
 NORM_INPUTS = "return_hidden_states_before_norm"

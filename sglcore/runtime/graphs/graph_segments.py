@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.forward_context import Segments, forward_context, get_forward_context
 from sglcore.runtime.graphs.capture import Recorder, Segment
 from sglcore.runtime.graphs.graph_backend import Step

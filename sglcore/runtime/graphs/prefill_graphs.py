@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graphs.graph_backend import CapturedPrompt, Forward, PromptBackend
 from sglcore.runtime.graphs.graph_policy import SizedGraphs, check_generation, generation, planned, real_view
+from sglcore.worker.schedule_batch import ForwardMode
 
 SMALLEST = 16
 """The smallest token bucket; prefills of less than half of it run eagerly."""

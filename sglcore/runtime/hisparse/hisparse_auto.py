@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
 from sglcore.runtime.hisparse.hisparse_shape import SwapShape, swap_shape
 from sglcore.runtime.hisparse.hisparse_speeds import measured_speeds

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.hisparse.hisparse_shape import SwapShape, swap_shape

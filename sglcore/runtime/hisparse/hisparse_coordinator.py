@@ -24,12 +24,12 @@ from sglcore.step.held_prompt import HeldPrompt
 from sglcore.step.hisparse_config import StepSwaps
 
 if TYPE_CHECKING:
-    from sglcore.device.batch import ScheduleBatch
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.hisparse.hisparse_shape import SwapShape
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.kv_rows import RowPool
     from sglcore.runtime.memory.pools import ReqToTokenPool
+    from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(slots=True)

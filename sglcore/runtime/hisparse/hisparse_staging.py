@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
+from sglcore.worker.schedule_batch import ForwardMode
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.sparse.token_queries import TokenRows

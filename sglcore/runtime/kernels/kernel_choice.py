@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore.runtime.kernels.entry import Entry, Kernel
 from sglcore.runtime.kernels.table import KernelTable, origin_of
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 
 from torch import OutOfMemoryError, Tensor
 
-from sglcore.device.errors import ConfigError, SglcoreError, one_line
+from sglcore.core.errors import ConfigError, SglcoreError, one_line
 from sglcore.runtime.kernels import reference_kernels, reference_recurrent
 from sglcore.runtime.kernels.entry import Entry, Kernel, entry, optional
 from sglcore.runtime.kernels.hisparse_entries import HiSparseKernels

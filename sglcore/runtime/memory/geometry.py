@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.runtime.memory.kv_rows import FP8, LayerRows, Place, page_multiple, row_bytes
 from sglcore.runtime.memory.states import KeepsState, state_bytes
 from sglcore.step.sizing import Geometry, size_text

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.kernels.row_codec import E4M3FN, RowCodec
 from sglcore.step.sizing import size_text
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.sparse.token_queries import score_bytes
 from sglcore.runtime.hisparse.hisparse_auto import chosen_hisparse, measure_with, shapes_with
 from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers, reason_against_auto

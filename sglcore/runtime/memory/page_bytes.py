@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.page_transfer import Bytes, Ints, Region
 from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.streams import Streams
+from sglcore.worker.page_transfer import Bytes, Ints, Region
 
 KINDS = ("keys", "values")
 

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.kernels import reference_kernels
 from sglcore.step.tables import Entries, new_pages, new_window_pages
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
     from sglcore.runtime.kernels.table import KernelTable

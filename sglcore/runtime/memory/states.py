@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.snapshot_copies import entering_slots, state_moves
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.loaded_model import LoadedModel

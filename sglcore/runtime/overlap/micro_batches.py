@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
 from sglcore.runtime.batch_split import filter_batch, refusal
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -20,6 +19,7 @@ from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.overlap.interleave import take_turns
 from sglcore.runtime.split_forward import Forward
 from sglcore.step.micro_batch_cut import CutTerms
+from sglcore.worker.step_plan import StepPlan
 
 
 class Halves:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.streams import Part, take_part
 from sglcore.step.compute_shares import prompt_units

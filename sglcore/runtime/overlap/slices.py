@@ -20,8 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Ticket
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import forward_context
@@ -34,6 +32,8 @@ from sglcore.step.emitting_rows import RowPlan, plan_rows
 from sglcore.step.hidden_rows import HiddenRows, hidden_rows
 from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore.step.step_output import StepOutput
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class SlicedModel(Protocol):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.loaded_model import LoadedModel

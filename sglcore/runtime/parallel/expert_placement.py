@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 Ints = NDArray[np.int32]
 

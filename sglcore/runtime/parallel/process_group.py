@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sglcore.device.errors import WorkerLost
-from sglcore.device.topology import Communication, Place
+from sglcore.core.errors import WorkerLost
 from sglcore.runtime.overlap.interleave import current_turn
 from sglcore.runtime.parallel.pending_collective import CollectiveError, Finished, Handle, Launched
 from sglcore.runtime.parallel.single_rank import Alone
+from sglcore.worker.topology import Communication, Place
 
 TIMEOUT = timedelta(seconds=30)
 """How long a collective may wait for the other ranks.

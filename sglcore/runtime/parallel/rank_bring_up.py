@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage
-from sglcore.device.topology import Place
 from sglcore.runtime.speculative.speculation_choice import most_rows
+from sglcore.worker.topology import Place
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.process_group import Group

@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Communication, Place
 from sglcore.runtime.parallel.expert_dispatch import Dispatcher, MakeDispatcher
 from sglcore.runtime.parallel.pending_collective import CollectiveError
 from sglcore.runtime.parallel.process_group import AnyGroup, Group
 from sglcore.runtime.parallel.single_rank import Alone
 from sglcore.sampling.sampler import Sampler
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.topology import Communication, Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.forward_context import get_forward_context
 from sglcore.runtime.parallel.rank_groups import Groups
+from sglcore.worker.step_plan import StepPlan
 
 
 class Rows(Enum):

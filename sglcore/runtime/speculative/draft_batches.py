@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.batch_split import filter_batch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.step.batch_field import Axis, FieldSpec, When, Wide, leaves
 from sglcore.step.host_values import make_batch
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.step_plan import StepPlan
 
 Sources = Callable[[Axis], Tensor]
 """`sources(axis)` returns int[N]: for each of N new rows the entry that it continues in fields of

@@ -10,7 +10,6 @@ import torch
 from sglcore.config.draft_kinds import DRAFT_KINDS
 from sglcore.device.facts import Facts
 from sglcore.device.package import resolve
-from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.draft_steps import DrafterParts, LookupSteps
 from sglcore.runtime.speculative.drafter import Drafter
@@ -20,6 +19,7 @@ from sglcore.runtime.speculative.target_features import FeatureModel
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
+from sglcore.worker.model_worker import Limits
 
 
 def make_drafter(

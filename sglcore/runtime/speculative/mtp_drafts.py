@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.draft_batches import decode_batch, no_tokens
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.step.batch_field import Axis
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.step_plan import StepPlan
 
 
 class HeadsModel(Protocol):

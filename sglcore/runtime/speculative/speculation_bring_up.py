@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.core.errors import ConfigError, SglcoreError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.worker import Limits, Trial
 from sglcore.runtime.graphs.graph_choice import capture, make_backend
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
@@ -36,6 +35,7 @@ from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
+from sglcore.worker.model_worker import Limits, Trial
 
 if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import TokenToKVPool

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglcore.config.draft_kinds import DRAFT_KINDS, DRAFT_TOKENS, IN_TREES, MODELS, NO_PREFIX_CACHE, RANKS
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
 from sglcore.runtime.speculative.draft_steps import DraftSizes, KindSteps, StepShape
 from sglcore.runtime.speculative.refused_combinations import (

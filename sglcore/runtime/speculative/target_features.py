@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import Model

@@ -12,7 +12,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.runtime.speculative.draft_batches import decode_batch, placed
@@ -24,6 +23,7 @@ from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.emitting_rows import RowPlan
 from sglcore.step.verification_rows import most_lens
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class Growing(Protocol):

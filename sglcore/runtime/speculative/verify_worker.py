@@ -18,8 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.draft_sampling import DraftSampling
@@ -36,6 +34,8 @@ from sglcore.step.hidden_rows import hidden_rows
 from sglcore.step.sampling_arrays import NO_INPUTS, SamplingInputs
 from sglcore.step.step_output import StepOutput
 from sglcore.step.verification_rows import WideRows, node_limits, wide_rows, widen
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

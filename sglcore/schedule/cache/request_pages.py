@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sglcore.device.worker import Limits
 from sglcore.schedule.cache.free_pages import PagePool
 from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
 from sglcore.schedule.cache.state_snapshots import Snapshots, restorable
 from sglcore.schedule.cache.window_pages import Windows
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import Limits
 
 
 class Memory:

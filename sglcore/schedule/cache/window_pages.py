@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sglcore.device.worker import Limits, most_window_pages
 from sglcore.schedule.cache.free_pages import PagePool
 from sglcore.schedule.cache.prefix_cache import Node
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import Limits, most_window_pages
 
 
 class Windows:

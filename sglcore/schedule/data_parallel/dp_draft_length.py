@@ -10,10 +10,10 @@ from itertools import count
 
 import numpy as np
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Limits
 from sglcore.schedule.data_parallel.dp_plan import Proposals
 from sglcore.step.draft_length import LengthController, Started, StepTimes, accepted_of
+from sglcore.worker.model_worker import BatchResult, Limits
+from sglcore.worker.schedule_batch import ScheduleBatch
 
 
 class AgreedLength:

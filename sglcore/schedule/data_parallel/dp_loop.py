@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.plan import StepPlan
-from sglcore.device.worker import BatchResult, ModelWorker, Ticket
 from sglcore.schedule.data_parallel.dp_draft_length import AgreedLength
 from sglcore.schedule.data_parallel.dp_plan import agree, vote_of
 from sglcore.schedule.data_parallel.dp_ranks import Shards
@@ -21,6 +18,9 @@ from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
 from sglcore.step.micro_batch_cut import THETA, CutTerms
+from sglcore.worker.model_worker import BatchResult, ModelWorker, Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 
 
 @dataclass(slots=True)

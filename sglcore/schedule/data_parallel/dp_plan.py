@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.plan import StepPlan
 from sglcore.step.forward_inputs import ForwardInputs
 from sglcore.step.host_values import optional_inputs
 from sglcore.step.micro_batch_cut import CutTerms
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from sglcore.device.worker import Limits
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.scheduler_stats import SchedulerStats
+from sglcore.worker.model_worker import Limits
 
 ROOM = 4
 """A shard may have 1/ROOM of a worker's requests (at least one request) more than the least busy

@@ -4,10 +4,10 @@ engine, or fails.
 
 from __future__ import annotations
 
-from sglcore.device.worker import TokenLogprobs
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.worker.model_worker import TokenLogprobs
 
 
 class RemotePrompts:

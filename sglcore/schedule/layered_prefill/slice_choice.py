@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
-from sglcore.device.worker import Limits
 from sglcore.schedule.layered_prefill.slice_pace import Fixed, Pace, layers_now
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch, offsets_of
 
 MOST_QUIET = 4
 """Most decode steps in a row that run alone to be measured while a prompt waits."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.grammar_spec import Grammar, Thinking

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, TextError
 from sglcore.engine.tokenizers.skipped_tokenizer import SKIPPED
 from sglcore.engine.tokenizers.text_codec import TextCodec

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 NAMES = ("sglcore", "uvicorn")
 """Names of the loggers whose lines are written."""

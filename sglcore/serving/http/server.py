@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.disaggregation.disaggregation_start import options_of, settled
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.http.connection import Bounds, Connection

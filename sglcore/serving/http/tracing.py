@@ -21,7 +21,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.replicas.metrics.server_metrics import RequestClock
 
 MOST_WAITING, MOST_AT_ONCE = 4096, 512

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.replicas.ipc import Address, Beat, EngineReply, EngineRequest
 
 LINGER_MS = 2000

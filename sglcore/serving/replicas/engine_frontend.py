@@ -16,8 +16,7 @@ import numpy as np
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.worker import Limits
+from sglcore.core.errors import ConfigError
 from sglcore.engine.core import Prompt, check_ids, cut_tokens, read_prompt
 from sglcore.engine.model_download import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
@@ -38,6 +37,7 @@ from sglcore.serving.replicas.metrics.vllm_metrics import VllmFamilies
 from sglcore.serving.replicas.prompt_generation import Generation
 from sglcore.serving.replicas.server_errors import InvalidRequest, NotAnswering, Overloaded, ShuttingDown
 from sglcore.serving.replicas.supervisor import Supervisor
+from sglcore.worker.model_worker import Limits
 
 PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 
 from sglcore.config.engine_config import EngineConfig, config_of_plain
+from sglcore.core.errors import SglcoreError, WorkerLost, no_space
 from sglcore.device.choice import ChosenDevice, adopt
 from sglcore.device.discovery import discover
-from sglcore.device.errors import SglcoreError, WorkerLost, no_space
 from sglcore.engine.checkpoint_digest import sample_of
 from sglcore.engine.disaggregation.disaggregation_start import open_pages, settled
 from sglcore.engine.metered_worker import Meter

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from sglcore.device.errors import SglcoreError, WorkerLost
+from sglcore.core.errors import SglcoreError, WorkerLost
 from sglcore.engine.metered_worker import Meter
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingError

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.ranks.launch_ray import ChildActor, check_installed, connect, last_line, ray_module
 from sglcore.serving.replicas.ipc import EngineSpec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.selection import Choice
 
 INDEX = "{index}"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.grammar_spec import GrammarError
 from sglcore.sampling.params import SamplingError

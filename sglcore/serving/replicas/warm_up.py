@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import State

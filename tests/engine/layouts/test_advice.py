@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Topology
+from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts.cluster import Cluster, read_cluster
 from sglcore.engine.layouts.layout_advice import CHUNK, ENOUGH, Advice, Load, advise, text_of
 from sglcore.engine.layouts.layout_cost import Costs, Rows, Seconds
 from sglcore.engine.layouts.model_shape import shape_of
+from sglcore.worker.topology import Topology
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "benchmarks" / "clusters"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts.cluster import Cluster, DeviceNumbers, read_cluster
 from sglcore.engine.layouts.link_costs import Links
 

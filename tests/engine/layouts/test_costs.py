@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.topology import Topology
 from sglcore.engine.layouts.cluster import Cluster, DeviceNumbers
 from sglcore.engine.layouts.layout_cost import Costs, Rows, copies_to_ranks, distinct
 from sglcore.engine.layouts.link_costs import Link, Links
 from sglcore.engine.layouts.model_shape import LayerShape, ModelShape
+from sglcore.worker.topology import Topology
 
 HIDDEN, VOCABULARY = 20, 100
 LAYER = LayerShape(

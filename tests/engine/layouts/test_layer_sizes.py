@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglcore.checkpoint.model_config import ModelConfig, read_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts.model_shape import LayerShape, shape_of
 from tests import checkpoints, latent
 

@@ -15,7 +15,7 @@ import pytest
 
 from sglcore.checkpoint.checkpoint_files import INDEX
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.model_download import Hub, choose_gguf, commit_of, is_hub_name
 from sglcore.engine.start import embedded_model
 from sglcore.serving.replicas.configs import with_whole_path
@@ -27,7 +27,7 @@ FETCH = """
 import json, sys
 from pathlib import Path
 from sglcore.engine.model_download import Hub
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 told = []
 for name, options in json.loads(sys.argv[1]):
     try:

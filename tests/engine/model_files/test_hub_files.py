@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from sglcore.checkpoint.checkpoint_files import INDEX
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine import model_download
 from sglcore.engine.model_download import Hub, commit_of, is_hub_name
 from sglcore.engine.start import no_progress

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from safetensors.numpy import save_file
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.checkpoint_digest import BLOCK_BYTES, SAMPLED_BLOCKS, digest_of, identity_of
 from sglcore.engine.model_card import read_card
 from sglcore.engine.start import embedded_model

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.settings import settings_of
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.structured_output.grammar_cache import BACKENDS, GrammarBackend, Grammars, open_grammars
 from sglcore.engine.structured_output.grammar_llguidance import Llguidance

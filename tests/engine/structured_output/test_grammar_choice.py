@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.structured_output.grammar_cache import BACKENDS, open_grammars
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
 

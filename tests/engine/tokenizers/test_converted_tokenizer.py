@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.engine.tokenizers.test_gguf_tokenizer import TEXTS, random_texts

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from sglcore import LLM, SamplingParams
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.core.errors import CheckpointError, ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.replicas.engine_process import fingerprint

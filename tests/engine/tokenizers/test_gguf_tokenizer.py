@@ -18,7 +18,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 
 from sglcore.checkpoint.gguf_config import TOKENS, end_tokens
 from sglcore.checkpoint.gguf_header import _Reader, read_header
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextCodec, eos_token_ids
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gguf import TokenType
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.engine.tokenizers.test_gguf_tokenizer import SMALL, write
 

@@ -15,7 +15,7 @@ import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.engine.tokenizers.test_converted_tokenizer import grown
 from tests.engine.tokenizers.test_gguf_tokenizer import TEXTS, random_texts

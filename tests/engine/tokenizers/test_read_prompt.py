@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore.engine.core import Engine, check_ids, cut_tokens, read_prompt
 from sglcore.engine.start import embedded_model
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary

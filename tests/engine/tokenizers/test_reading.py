@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglcore.device.page_transfer import PeerLost
 from sglcore.engine import timed_read
 from sglcore.engine.disaggregation import tcp_frames
 from sglcore.engine.ranks import wire
 from sglcore.engine.timed_read import DAY, is_readable, read_exactly
+from sglcore.worker.page_transfer import PeerLost
 from tests.engine.drips import Drips
 
 CORE = Path(__file__).parents[3] / "sglcore"

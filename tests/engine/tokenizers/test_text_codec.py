@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, TextError
 from sglcore.engine.tokenizers.template_sandbox import MAX_WIDTH

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.tokenizer_code import MOST, Form, Stated, stated_by
 
 PATTERN = "PAT_STR = 'a+'\n"

@@ -16,7 +16,7 @@ import tiktoken
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.model_download import TOKENIZER_FILES
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.converted_tokenizer import FILES, _spelled

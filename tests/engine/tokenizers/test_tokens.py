@@ -6,8 +6,6 @@ import threading
 
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Ticket
 from sglcore.engine import token_engine
 from sglcore.engine.structured_output.grammar_cache import Grammars
 from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary
@@ -17,6 +15,8 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher, Request
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import FakeWorker, make_limits
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.swap_counts import SwapCounts
 from sglcore.runtime.hisparse.hisparse_caches import SlotCaches
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.hisparse.hisparse_shape import SwapShape
 from sglcore.step.hisparse_config import SwapSizes
+from sglcore.worker.swap_counts import SwapCounts
 from tests.kernels.test_reference_hisparse import Cache
 from tests.laws.attention.test_hisparse_laws import Case
 from tests.laws.engine import TokenEngine, random_prompts

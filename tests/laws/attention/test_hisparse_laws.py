@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.core.errors import CheckpointError, ConfigError
 from sglcore.runtime.hisparse import hisparse_coordinator, hisparse_staging
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.memory.kv_rows import FP8

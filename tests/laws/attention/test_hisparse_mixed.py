@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.swap_counts import SwapCounts
 from sglcore.runtime.hisparse import hisparse_coordinator
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator, Mixed
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.swap_counts import SwapCounts
 from tests.laws.attention.test_hisparse_laws import PAGE, Case
 from tests.laws.engine import Result, TokenEngine, random_prompts
 

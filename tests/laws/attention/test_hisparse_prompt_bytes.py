@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.swap_counts import SwapCounts
 from sglcore.runtime.hisparse import hisparse_staging
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.sampling.params import SamplingParams
 from sglcore.step.held_prompt import Held, HeldPrompt
+from sglcore.worker.swap_counts import SwapCounts
 from tests.laws.attention.test_hisparse_laws import CONTEXT, PAGE, Case
 from tests.laws.engine import random_prompts
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, LatentPlan
 from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch

@@ -16,12 +16,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Ticket
 from sglcore.runtime.speculative import block_drafts, chain_drafts, draft_batches, tree_drafts, tree_worker
 from sglcore.runtime.speculative.drafter import NONE
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.proposers import InFlight, Proposers, Steered
 from tests.laws.speculation.test_speculative_laws import run

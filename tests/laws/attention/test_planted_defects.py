@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ci.lanes import Lane
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime import forward_context as contexts
 from sglcore.runtime import token_table
 from sglcore.runtime.attention.contract import AttentionFacts

@@ -12,7 +12,7 @@ import pytest
 
 from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER
 from sglcore.config.engine_config import resolve_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import start
 from sglcore.models.drafts.draft_config import offered_head
 from sglcore.runtime.forward_batch import ForwardBatch

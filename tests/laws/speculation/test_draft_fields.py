@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
@@ -18,6 +17,7 @@ from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
 from sglcore.step.batch_field import Axis, batch_field, batch_record
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.proposers import PROPOSERS, Proposers, Steered, proposers_fixture
 from tests.laws.speculation.test_speculative_laws import SAMPLING, Ran, check_same, run
 from tests.laws.test_declared_fields import Live, by_slot, one_by_slot

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.engine import speed_trial
 from sglcore.models.drafts.deepseek_v4_nextn import DeepseekV4NextN
 from sglcore.runtime.overlap import micro_batches

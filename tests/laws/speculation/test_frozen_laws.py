@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.frozen_draft_config import FrozenCells
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.layers.frozen_draft import FrozenAttention
 from sglcore.models.drafts.draft_config import kind_of, offered_head
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.mtp_drafts import MultiHeadDrafter, Window

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.swap_counts import SwapCounts
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.hisparse.hisparse_caches import SlotCaches
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.step.hisparse_config import HiSparseConfig
+from sglcore.worker.swap_counts import SwapCounts
 from tests.checkpoints import save
 from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.drafts import next_token

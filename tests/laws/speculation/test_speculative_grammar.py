@@ -13,12 +13,12 @@ import pytest
 from torch import Tensor
 
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, VerifiedRows
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.request import Request
 from sglcore.step import verification_rows
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
 from tests.laws.speculation import test_speculative_laws as laws

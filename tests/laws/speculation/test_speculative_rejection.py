@@ -16,8 +16,8 @@ import torch
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.speculative.chain_drafts import StandaloneDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.rejection import RULES, Rejection, RejectionWorker

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative import tree_worker
 from sglcore.runtime.speculative.drafter import DraftRows

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Topology
 from sglcore.runtime.attention.contract import AttentionPlan
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
@@ -24,6 +22,8 @@ from sglcore.runtime.overlap.interleave import pause
 from sglcore.runtime.overlap.micro_batches import Halves
 from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.step.micro_batch_cut import CutTerms
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.topology import Topology
 from tests.checkpoints import llama, mistral, qwen3_moe, save
 from tests.laws.halves import (
     BOUND,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.engine import start as starting
 from tests.checkpoints import llama, mistral, qwen3_moe, qwen3_next, save
 from tests.deepseek_v4 import deepseek_v4

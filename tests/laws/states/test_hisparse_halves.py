@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sglcore.device.swap_counts import SwapCounts
 from sglcore.runtime.hisparse.hisparse_caches import SlotCaches
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator, SecondHalf
+from sglcore.worker.swap_counts import SwapCounts
 from tests.checkpoints import save
 from tests.deepseek_v4 import deepseek_v4
 from tests.latent import INDEXER, deepseek_v32, glm_moe_dsa

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.swap_counts import SwapCounts
 from sglcore.runtime.hisparse import hisparse_staging
 from sglcore.runtime.hisparse.hisparse_staging import StagingRooms
+from sglcore.worker.swap_counts import SwapCounts
 from tests.checkpoints import save
 from tests.deepseek_v4 import deepseek_v4
 from tests.latent import INDEXER, deepseek_v32, glm_moe_dsa

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.overlap.slices import Passed, Slices
 from sglcore.sampling.params import SamplingParams
 from sglcore.step.compute_shares import share

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sglcore.checkpoint.model_config import read_config
 from sglcore.config.engine_config import resolve_config
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import Row
 from sglcore.engine.start import start
 from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.models.weights.model_loader import load_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.memory.states import Runs, StatePool
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.running_requests import RunningRequests

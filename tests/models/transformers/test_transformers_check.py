@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from sglcore.device.errors import ConfigError, StrictError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError, StrictError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.single_steps import Steps
 from sglcore.models.transformers_backend import equivalence_check

@@ -28,8 +28,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError, ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.transformers_backend.attention_adapter import Several
 from sglcore.models.transformers_backend.shape_walk import AttentionCall, DoesNotRun, walk, window_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softmax
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend.eager_attention import Own, find_own, try_own
 from sglcore.models.transformers_backend.shape_walk import AttentionCall, walk
 from sglcore.models.transformers_backend.verified_types import PROVEN

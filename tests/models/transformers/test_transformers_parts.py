@@ -18,7 +18,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend.kernel_layers import Rows, as_rows
 from sglcore.models.transformers_backend.output_head import PackedHead, replace_ends
 from sglcore.models.transformers_backend.rotary_convention import turns

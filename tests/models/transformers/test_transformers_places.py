@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomBlock
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.single_steps import FACTS, Steps
 from sglcore.models.transformers_backend.alibi_slopes import (
     COLUMNS,

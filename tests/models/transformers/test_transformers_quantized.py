@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import CheckpointError, ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.models.implementation import TRANSFORMERS
 from sglcore.models.transformers_backend.transformers_config import transformers_config
 from sglcore.models.weights.model_loader import load_model

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend.deferred_sums import Addend, Sum, added
 from sglcore.models.transformers_backend.kernel_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
 from sglcore.models.transformers_backend.kernel_replacement import Replaced, replace

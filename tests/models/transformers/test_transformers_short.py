@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend import shape_walk
 from sglcore.models.transformers_backend.kernel_replacement import Replaced
 from sglcore.models.transformers_backend.rope_tables import check_angles

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers.utils import logging
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.single_steps import CONTEXT
 from sglcore.models.transformers_backend import equivalence_check, small_config
 from sglcore.models.transformers_backend.equivalence_check import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.transformers_backend import equivalence_check
 from sglcore.models.transformers_backend.equivalence_check import whole
 from sglcore.models.transformers_backend.stateful_layers import Mixer, Results, check_mixers, find_mixers

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.implementation import TRANSFORMERS
 from sglcore.models.transformers_backend.attention_adapter import _rows
 from sglcore.models.transformers_backend.kernel_layers import PackedLinear

@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
-from sglcore.device.plan import StepPlan
-from sglcore.device.swap_counts import SwapCounts
-from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.engine.ranks import codec
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import BatchResult, TokenLogprobs
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.swap_counts import SwapCounts
 
 DTYPES = (("float32", np.float32), ("bool_", np.bool_))
 

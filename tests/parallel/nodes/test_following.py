@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks import host_process
 from sglcore.engine.ranks.host_process import ONE_TRY, TRY_EVERY, Following, Node, Stopping, reach
 from sglcore.engine.ranks.hosts import EPOCH, NodeFacts, host_spec

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from sglcore.config.engine_config import resolve_config
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.topology import Place, Topology
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks import host_process
 from sglcore.engine.ranks.hosts import EPOCH, Joined, NodeFacts, Order, RemoteHost, host_spec
 from sglcore.engine.ranks.rank_launch import Placement
@@ -27,6 +26,7 @@ from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import HOST_GONE
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.ranks.wire import Channel, Kind, connect, listen
+from sglcore.worker.topology import Place, Topology
 from sglcore_cpu.choice import engine_of_one
 from sglcore_cpu.rank_meeting import memory_size
 from sglcore_cpu.shared_sums import MOST, _opened, sums_for

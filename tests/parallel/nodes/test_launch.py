@@ -17,9 +17,8 @@ import pytest
 
 from sglcore.cli.serve import _placed as placed_server
 from sglcore.config.engine_config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks import agreement, host_process, interface, team
 from sglcore.engine.ranks.agreement import BLOCK, decisions, differences, files_digest, shared_facts, with_decisions
 from sglcore.engine.ranks.host_process import Node
@@ -28,6 +27,7 @@ from sglcore.engine.ranks.interface import interface_of
 from sglcore.engine.ranks.rank_launch import LEADER_PORT, Placement, find_placement
 from sglcore.engine.ranks.rank_process import HOST_INTERFACE, tell_interface
 from sglcore.engine.ranks.spec import RankSpec, spec_of
+from sglcore.worker.topology import Communication, Place, Topology
 
 TORCHRUN = MappingProxyType(
     {

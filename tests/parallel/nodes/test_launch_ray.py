@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks import launch_ray
 from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, random_prompts

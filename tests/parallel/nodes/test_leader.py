@@ -19,12 +19,9 @@ import numpy as np
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import ConfigError, WorkerLost
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.ledger import DecisionLedger
-from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Communication, Place, Topology
-from sglcore.device.worker import BatchResult, Ticket
 from sglcore.engine.ranks import ranks_start
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, spec_at
@@ -37,6 +34,9 @@ from sglcore.engine.start import embedded_model
 from sglcore.runtime.parallel import process_group
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.topology import Communication, Place, Topology
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks import host_process
 from sglcore.engine.ranks.host_process import FAILED, Following, Node, Stopping
 from sglcore.engine.ranks.hosts import EPOCH, Gathering, Joined, NodeFacts, Order, RemoteHost

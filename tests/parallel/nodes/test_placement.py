@@ -13,7 +13,7 @@ import pytest
 
 from sglcore.cli.serve import _placed as placed_server
 from sglcore.config.engine_config import resolve_config, resolve_server_config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.ranks import interface
 from sglcore.engine.ranks.agreement import files_digest
 from sglcore.engine.ranks.interface import interface_of

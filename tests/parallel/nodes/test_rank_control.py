@@ -17,11 +17,8 @@ import numpy as np
 import pytest
 
 from sglcore.config.engine_config import EngineConfig, plain_config
-from sglcore.device.batch import ScheduleBatch
+from sglcore.core.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
-from sglcore.device.topology import Place, Topology
-from sglcore.device.worker import BatchResult
 from sglcore.engine.ranks import rank_process
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.rank_process import LEADER_GONE, Control
@@ -29,6 +26,9 @@ from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.wire import Channel, Kind, listen
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import BatchResult
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.topology import Place, Topology
 from tests.schedule.drive import Drive
 
 BEAT = 0.01

@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.device.plan import StepPlan
-from sglcore.device.worker import Ticket
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Gone, Kind
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
+from sglcore.worker.step_plan import StepPlan
 from tests.parallel.nodes.test_leader import Far, Process, far, grouped, result
 from tests.parallel.nodes.test_watch import CAUSED, FOLLOWED
 from tests.schedule.drive import Drive

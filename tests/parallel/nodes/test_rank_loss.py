@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.metered_worker import Meter
 from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankProcess, RankSpec

@@ -15,16 +15,16 @@ import msgspec
 import pytest
 
 from sglcore.config.engine_config import EngineConfig, plain_config
+from sglcore.core.errors import DeviceError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import DeviceError
-from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.topology import Place, Topology
-from sglcore.device.worker import Limits
 from sglcore.engine.ranks import rank_process
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.rank_process import HOST_INTERFACE, LEADER_GONE, start_rank, tell_interface
 from sglcore.engine.ranks.spec import RankSpec, spawn_local
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
+from sglcore.worker.model_worker import Limits
+from sglcore.worker.topology import Place, Topology
 from tests.parallel.nodes.test_rank_control import Recorded, steps_of
 from tests.schedule.fake_worker import make_limits
 

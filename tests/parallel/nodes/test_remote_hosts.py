@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.ranks import hosts
 from sglcore.engine.ranks.hosts import EPOCH, Gathering, Joined, NodeFacts, Remote, RemoteHost
 from sglcore.engine.ranks.spec import HOST_GONE

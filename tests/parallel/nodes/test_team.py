@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.errors import ConfigError
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks import team
 from sglcore.engine.ranks.hosts import HostSpec, Joined, NodeFacts, Order
 from sglcore.engine.ranks.rank_launch import ALONE, Placement
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.team import Maker, Team
+from sglcore.worker.topology import Communication, Place, Topology
 from tests.parallel.nodes.test_nodes import Process, pair, read
 
 TOLD = {"epoch": 7, "secret": "s", "beat": 0.5}

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.ranks import team
 from sglcore.engine.ranks.hosts import EPOCH, HostSpec, Joined, NodeFacts, Order
 from sglcore.engine.ranks.rank_launch import Placement

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks.spec import HOST_GONE
 from sglcore.engine.ranks.watch import Patience, Watch, ended
 from sglcore.engine.ranks.wire import Kind

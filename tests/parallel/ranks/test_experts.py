@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.parallel_sizes import check_topology, legal_tp
-from sglcore.device.errors import ConfigError
-from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Topology
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.parallel.expert_placement import Placement, in_order
+from sglcore.worker.step_plan import StepPlan
+from sglcore.worker.topology import Topology
 from tests.checkpoints import glm4_moe, granite_moe, llama, qwen3_moe, save
 from tests.parallel import dispatch_defects
 from tests.parallel.topologies import block_on_rows, held_experts, on_topology, rows_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from tests import checkpoints
 from tests.checkpoints import save
 from tests.laws import test_pooling_laws as pooling

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from tests import checkpoints, deepseek_v4, latent
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.parallel import defects

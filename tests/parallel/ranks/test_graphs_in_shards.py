@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import WorkerLost
+from sglcore.core.errors import WorkerLost
 from sglcore.engine.ranks.watch import Patience
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.laws.engine import Result, check_logprobs, random_prompts

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import WorkerLost
+from sglcore.core.errors import WorkerLost
 from tests.checkpoints import gemma3, llama, qwen3_moe, qwen3_next, save
 from tests.laws.engine import check_logprobs, random_prompts
 from tests.parallel import defects

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sglcore.device.errors import WorkerLost
-from sglcore.device.swap_counts import SwapCounts
-from sglcore.device.worker import BatchResult, Ticket
+from sglcore.core.errors import WorkerLost
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.swap_counts import SwapCounts
 from tests.checkpoints import save
 from tests.latent import INDEXER, deepseek_v32, glm_moe_dsa
 from tests.laws.engine import check_logprobs, random_prompts

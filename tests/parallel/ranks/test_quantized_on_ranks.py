@@ -11,11 +11,11 @@ import torch
 
 from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
-from sglcore.device.errors import ConfigError
-from sglcore.device.topology import Topology
+from sglcore.core.errors import ConfigError
 from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import QuantizedWeight
 from sglcore.models.weights.rank_weight import CutWeight
+from sglcore.worker.topology import Topology
 from tests import deepseek_v4
 from tests.checkpoints import gpt_oss, llama, save, with_mxfp4_experts
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts

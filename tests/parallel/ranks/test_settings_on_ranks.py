@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.start import start

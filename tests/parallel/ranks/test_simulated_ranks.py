@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ci.lanes import Lane
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from tests.checkpoints import llama, olmo2, qwen3_moe, qwen3_next, save
 from tests.drafts import TARGET, eagle
 from tests.latent import deepseek_v3

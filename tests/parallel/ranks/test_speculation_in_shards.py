@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.start import start
 from sglcore.step.draft_length import LengthController
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.checkpoints import llama, qwen3_moe, qwen3_next, save
 from tests.drafts import eagle3, next_token, next_tokens
 from tests.latent import deepseek_v3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.core.errors import ConfigError, WorkerLost
 from tests.checkpoints import llama, qwen3_next, save
 from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.drafts import TARGET, eagle, eagle3, next_token, next_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.errors import WorkerLost
+from sglcore.core.errors import WorkerLost
 from tests.checkpoints import glm4_moe, llama, mistral, qwen2, qwen3, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.parallel import defects

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.batch_split import filter_batch
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.torch_fields import retained
 from sglcore.schedule.steps_in_flight import overlap_forward_isolation
 from sglcore.step.batch_field import Axis, Once, Split, When, batch_field, batch_record, zero
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.runtime.recording import make_graph_site
 from tests.runtime.tiny import SHARED, STAGED, Desk, Site, TinyModel, ints, make_site, random_tokens
 from tests.runtime.wider import WiderBatch, WiderSchedule, one_for_real_tokens, widened

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.windowed import window_view
 from sglcore.schedule.data_parallel.dp_loop import idle_batch
 from sglcore.step.batch_field import Axis, When, batch_field, batch_record, specs, zero
+from sglcore.worker.schedule_batch import ForwardMode
+from sglcore.worker.step_plan import StepPlan
 from tests.runtime.batches.test_declared_fields import ONE, facts_of_both, wider_site
 from tests.runtime.tiny import ints
 from tests.runtime.wider import WiderBatch, WiderSchedule

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.schedule.steps_in_flight import overlap_forward_isolation
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Desk, Site, ints, make_site, offsets
 
 FIRST, SECOND = [5, 6, 7, 8, 9], [11, 12]

@@ -12,9 +12,9 @@ import torch
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.sparse.token_queries import LOGITS, score_bytes
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, FLOATS, RowCodec

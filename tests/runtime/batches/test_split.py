@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.runtime.batch_split import SplitRefusedError, filter_batch, refusal
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.step.batch_field import Axis, Split, When, batch_field, batch_record, specs
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, ints, random_tokens
 from tests.runtime.windows import WindowDesk, make_windowed
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglcore.device.batch import ForwardMode
 from sglcore.device.facts import Facts
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.staging import RING, HostBlock, PinnedRing, StagedArrays
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.runtime.tiny import SHARED, STAGED, Desk, Site, assert_close, ints, make_site, random_tokens
 
 COPY = torch.ops.aten.copy_.default

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError, StrictError
+from sglcore.core.errors import ConfigError, StrictError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
 from sglcore.runtime import bring_up
 from sglcore.runtime.attention.gathered import GatheredAttention

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.garbage_collection import no_collection
+from sglcore.core.garbage_collection import no_collection
 from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
@@ -25,6 +24,7 @@ from sglcore.runtime.graphs.capture import CaptureError
 from sglcore.runtime.graphs.graph_segments import Captured, EagerCall, Pieces, record_pieces
 from sglcore.runtime.graphs.piecewise import inductor, trace
 from sglcore.runtime.graphs.prefill_graphs import MOST_PADDING, SMALLEST, PromptForward, token_buckets
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.runtime.graphs.test_graph_runner import count_padding, pad_nothing
 from tests.runtime.recording import GraphSite, make_graph_site
 from tests.runtime.tiny import SHARED, STAGED, Desk, TinyModel, assert_close, make_site, random_tokens

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sglcore.config.engine_config import EngineConfig, resolve_config
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.engine.start import Started, start
 from sglcore.runtime.hisparse.hisparse_auto import chosen_hisparse
 from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers

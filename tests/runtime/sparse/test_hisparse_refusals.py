@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.runtime.hisparse.hisparse_bring_up import hisparse_config
 from sglcore.runtime.kernels.hisparse_entries import REACHING

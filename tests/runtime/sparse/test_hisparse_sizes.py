@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sglcore.config.engine_config import EngineConfig
+from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers
 from sglcore.runtime.hisparse.hisparse_shape import SwapShape
 from sglcore.runtime.memory.kv_rows import KeptRows, Place

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, LatentPlan
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.checkpoints import oracle_logprobs, save
 from tests.latent import deepseek_v32
 from tests.models.steps import CONTEXT, Steps, load

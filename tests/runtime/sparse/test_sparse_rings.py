@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.compressed_config import Compression
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.backend_selection import shape_of
 from sglcore.runtime.attention.sparse.compressed import DeepseekV4AttnBackend
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -22,6 +21,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.deepseek_v4_rows import DeepSeekV4TokenToKVPool, ring_size
 from sglcore.runtime.memory.kv_rows import RowCounts
 from sglcore.runtime.memory.pools import ReqToTokenPool
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.runtime.sparse_tiny import SparseModel
 from tests.runtime.tiny import assert_close, ints, random_tokens
 

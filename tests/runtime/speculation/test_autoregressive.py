@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.batch import ForwardMode
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger
 from sglcore.models.drafts.draft_loader import load_draft
 from sglcore.runtime.attention.backend_selection import shape_of
 from sglcore.runtime.attention.reference import ReferenceAttention
@@ -30,6 +29,7 @@ from sglcore.runtime.registry_builders import build_decode_registry, build_prefi
 from sglcore.runtime.speculative.chain_drafts import AutoregressiveDrafter, FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.token_table import TokenTable
+from sglcore.worker.schedule_batch import ForwardMode
 from tests.checkpoints import SIZES, llama, save
 from tests.drafts import TARGET, eagle, eagle3, next_token
 from tests.models.steps import FACTS, load

@@ -12,8 +12,8 @@ import pytest
 
 from sglcore.config.draft_kinds import IN_TREES, MODELS, NO_PREFIX_CACHE, RANKS, SHARDS, WITHOUT_MODEL
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.speculative.refused_combinations import (
     ALL,
     CELLS,

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.step.draft_length import DWELL, TRIES, LengthController, Started, StepTimes, lengths_of
 from sglcore.step.verification_rows import WideRows
+from sglcore.worker.model_worker import BatchResult
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.speculation.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
 from sglcore.runtime.kernels import reference_speculative
 from sglcore.runtime.kernels.reference_speculative import accept_proposals, tree_walk

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
@@ -19,6 +17,8 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import BatchResult
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play, with_hidden_states, with_proposals
 
 SEEDS = range(200)

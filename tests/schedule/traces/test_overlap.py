@@ -9,8 +9,6 @@ import weakref
 import numpy as np
 import pytest
 
-from sglcore.device.batch import CaptureHiddenMode, ScheduleBatch
-from sglcore.device.worker import Ticket
 from sglcore.schedule.step_loop import Loop
 from sglcore.schedule.steps_in_flight import (
     BatchRecord,
@@ -18,6 +16,8 @@ from sglcore.schedule.steps_in_flight import (
     overlap_forward_isolation,
     record_batch_in_overlap,
 )
+from sglcore.worker.model_worker import Ticket
+from sglcore.worker.schedule_batch import CaptureHiddenMode, ScheduleBatch
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import FakeWorker, Violation
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.schedule.layered_prefill.slice_choice import Slicing
 from sglcore.schedule.request import Request
 from sglcore.schedule.result_checks import check_limits
@@ -20,6 +19,7 @@ from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, make_limits, make_params
 from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play, with_windows

@@ -10,8 +10,6 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ScheduleBatch, offsets_of
-from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.cache.prefix_cache import PrefixCache
 from sglcore.schedule.cache.request_pages import Memory
@@ -23,6 +21,8 @@ from sglcore.schedule.result_checks import check_result
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import BatchResult, Limits, TokenLogprobs
+from sglcore.worker.schedule_batch import ScheduleBatch, offsets_of
 from tests.schedule.drive import Drive
 from tests.schedule.fake_speculation import Accepts, FakeSpeculativeWorker
 from tests.schedule.fake_worker import FakeMatcher, Truth, make_params

@@ -10,7 +10,6 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
 from sglcore.schedule.cache.request_pages import Memory
@@ -19,6 +18,7 @@ from sglcore.schedule.request import Ints, Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.fake_worker import Truth, make_params
 from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play
 

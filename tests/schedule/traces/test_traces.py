@@ -14,8 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.worker import BatchResult
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
 from sglcore.schedule.cache.request_pages import Memory
@@ -24,6 +22,8 @@ from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.model_worker import BatchResult
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from tests.schedule.trace import check_caught, draw_trace, plant, play, with_proposals
 
 SEEDS = range(400)

@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.cache.prefix_cache import Node
 from sglcore.schedule.cache.request_pages import Memory
@@ -18,6 +17,7 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.steps_in_flight import BatchRecord
+from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.trace import Trace, check_caught, plant, play, with_windows
 from tests.schedule.traces.test_state_traces import draw as draw_conversations
 

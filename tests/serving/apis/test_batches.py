@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.apis.batches.batch_store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.lines import LONGEST_LINE
 from sglcore.serving.apis.batches.lines import read_lines as read_stream

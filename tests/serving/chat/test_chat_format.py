@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.chat_template import TextError
 from sglcore.engine.tokenizers.text_codec import TextCodec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.conversation import MessageForm
 from sglcore.serving.chat.format import ChatFormat

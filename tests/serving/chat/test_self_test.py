@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.conversation import MessageForm

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, TextError
 from sglcore.engine.tokenizers.template_bounds import Bounds
 from sglcore.engine.tokenizers.template_sandbox import MAX_BITS, MAX_WIDTH

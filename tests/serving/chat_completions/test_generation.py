@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import zmq.asyncio
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.engine.start import embedded_model

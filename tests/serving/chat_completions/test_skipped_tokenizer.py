@@ -16,7 +16,7 @@ import pytest
 from sglcore import LLM, SamplingParams
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.chat_template import TextError
 from sglcore.engine.tokenizers.skipped_tokenizer import SKIPPED, open_codec

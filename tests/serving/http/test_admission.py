@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.worker import Limits
+from sglcore.core.errors import ConfigError
 from sglcore.schedule.request_errors import ContextError
 from sglcore.schedule.result_checks import longest_prompt
 from sglcore.serving.replicas.engine_frontend import chat_template
 from sglcore.serving.replicas.ipc import Abort, Embed, Refused, pack_ids, unpack_params
 from sglcore.serving.replicas.metrics.server_metrics import CALLER
 from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded
+from sglcore.worker.model_worker import Limits
 from tests.serving.replicas.test_frontend import PARAMS, PLACES, begin, staged_frontend
 from tests.serving.staged_replicas import info, until
 

@@ -22,7 +22,7 @@ import pytest
 
 from sglcore.cli.serve import _show
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError, no_space
+from sglcore.core.errors import ConfigError, no_space
 from sglcore.engine.model_download import _in_one_line
 from sglcore.serving.apis.batches.batch_store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.runner import BatchRunner

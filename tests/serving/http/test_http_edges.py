@@ -16,7 +16,7 @@ from starlette.types import Message as AsgiEvent
 from starlette.types import Receive, Scope, Send
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.http import connection
 from sglcore.serving.http import server as http
 from sglcore.serving.http.logs import Logs

@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware.exchanges import Exchange, line
 from sglcore.serving.replicas.metrics.server_metrics import Metrics

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 from sglcore.serving.apis.server.info import OF_ENGINE
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.replicas.metrics.health import Health

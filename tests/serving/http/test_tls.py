@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.http.server import tls_of
 from tests.serving.clients.test_slow_clients import GET, Served, run, served
 

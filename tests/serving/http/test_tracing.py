@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.http.middleware.exchanges import Exchanges
 from sglcore.serving.http.tracing import Answered, Parent, Traces, _span, _url
 from sglcore.serving.replicas.metrics.server_metrics import Metrics

@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace as replace_request
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import WorkerLost
-from sglcore.device.ledger import DecisionLedger
+from sglcore.core.errors import WorkerLost
+from sglcore.core.ledger import DecisionLedger
 from sglcore.engine.metered_worker import Meter
 from sglcore.engine.start import embedded_model
 from sglcore.engine.token_engine import TokenEngine

@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 import zmq
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.swap_counts import SwapCounts
-from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.metered_worker import Meter
 from sglcore.engine.structured_output.grammar_cache import Grammars
 from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary
@@ -47,6 +44,9 @@ from sglcore.serving.replicas.ipc import (
     pack_ids,
     pack_params,
 )
+from sglcore.worker.model_worker import BatchResult, Limits, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.swap_counts import SwapCounts
 
 PATIENCE_MS = 120_000
 LIMITS = Limits(64, 4, 4, 32, 16, 50, takes_masks=True)

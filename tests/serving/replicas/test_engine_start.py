@@ -17,16 +17,16 @@ import msgspec
 import pytest
 
 from sglcore.config.engine_config import EngineConfig, plain_config
+from sglcore.core.errors import ConfigError, WorkerLost, no_space
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError, WorkerLost, no_space
-from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.worker import Limits
 from sglcore.engine.disaggregation.disaggregation_start import PageOptions
 from sglcore.serving.replicas import engine_process
 from sglcore.serving.replicas.engine_launch import LocalLauncher, LocalProcess
 from sglcore.serving.replicas.engine_process import fingerprint, model_info, start_service
 from sglcore.serving.replicas.ipc import Address, EngineSpec, Failed, Phase, Ready
 from sglcore.serving.replicas.warm_up import WarmUpError
+from sglcore.worker.model_worker import Limits
 
 LIMITS = Limits(1024, 8, 16, 64, 1024, 2000)
 DEVICE = ChosenDevice("acme", "sglcore-acme", "1.5", 1, "", 2)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.worker import Limits
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.warm_up import BESIDE_STEPS, BESIDE_TOKENS, DRAWS, PLAIN, WarmUpError, warm_up
+from sglcore.worker.model_worker import Limits
 
 LIMITS = Limits(1024, 8, 16, 64, 1024, 2000)
 

@@ -11,7 +11,7 @@ import socket
 import pytest
 import uvloop
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.ray_launch import RayLauncher, RayProcess
 from sglcore.serving.replicas.server_errors import EngineDied

@@ -10,8 +10,8 @@ import pytest
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
+from sglcore.core.errors import ConfigError
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError
 from sglcore.serving.replicas.engine_process import fingerprint
 from sglcore.serving.replicas.replica_devices import devices_of
 from tests.serving.staged_replicas import PATIENCE, staged

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.serving.replicas import socket_folder
 from sglcore.serving.replicas.channel import (
     HEARTBEAT_MS,

@@ -16,8 +16,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
+from sglcore.core.errors import ConfigError
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.errors import ConfigError
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.configs import with_whole_path

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from sglcore.device.ledger import Row
+from sglcore.core.ledger import Row
 
 DISTRIBUTION = "intel-extension-for-pytorch"
 ENDED = "it ended in March 2026, and 2.8.0 is its last release on PyPI"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.core.errors import ConfigError, DeviceError
 from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
 from sglcore_cpu.kernels.extension import DISTRIBUTION, ENDED, find_extension, release
 from sglcore_cpu.kernels.packed import ClosedWeight

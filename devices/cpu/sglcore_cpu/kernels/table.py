@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
 from sglcore.runtime.kernels.table import KernelTable, Limited

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.attention import metal_source
 
 LANES = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention
 

@@ -12,7 +12,7 @@ from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
 from sglcore_mlx.layers.latent import LatentAttention
 from sglcore_mlx.layers.linear import Linear

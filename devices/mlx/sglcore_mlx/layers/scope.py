@@ -15,7 +15,7 @@ import numpy as np
 
 from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.checkpoint.rope_config import halves_first, rotary_dim
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore_mlx.layers.linear import (
     MIN_SPLIT,
     Embedding,

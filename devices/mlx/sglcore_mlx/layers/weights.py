@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import mlx.core as mx
 
 from sglcore.checkpoint.safetensors_header import Entry
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore_mlx.layers.quantization import Quantization
 
 FLOATS = ("F32", "F16", "BF16")

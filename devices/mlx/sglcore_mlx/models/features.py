@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import Model
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.sampling import noise
 from sglcore.sampling.noise import FOLD, GUMBEL_SIZE, INTERPOLATION_BITS, LIMIT
 

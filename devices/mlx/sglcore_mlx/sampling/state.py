@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.state import Bias, Masks, place_exclusion
 from sglcore.sampling.state import SamplingState as OfAnyLibrary

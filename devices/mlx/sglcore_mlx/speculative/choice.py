@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from sglcore.checkpoint.checkpoint_files import read_json
 from sglcore.config.draft_kinds import DRAFT_TOKENS
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.worker import Limits
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.models.drafts.draft_config import draft_folder, given_folder, kind_of, offered_head
 from sglcore.step.draft_length import lengths_of
+from sglcore.worker.model_worker import Limits
 
 DFLASH = "dflash"
 """The drafter that fills in a block at once."""

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.step.step_output import StepOutput
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.inputs import bucket, row_bucket
 from sglcore_mlx.speculative.drafter import Begun, ModelDrafter, Pages, PromptRows, Roots, VerifiedRows

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.models.drafts.draft_config import STANDALONE
 from sglcore.step.host_values import make_batch
+from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.tail import Gathered, TailAttention, gather
 from sglcore_mlx.forward import DecodeForward, extend_inputs

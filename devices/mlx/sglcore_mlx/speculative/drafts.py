@@ -12,8 +12,8 @@ import mlx.core as mx
 from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.config.draft_kinds import MTP
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.core.errors import ConfigError
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.models.drafts.draft_checkpoint import EMBEDDING, HEAD
 from sglcore.models.drafts.draft_config import (
     LAYERS,

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.hidden_rows import hidden_rows
 from sglcore.step.sampling_arrays import NO_INPUTS
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
 from sglcore.step.verification_rows import WideRows, most_lens, wide_rows, widen
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.forward_batch import States
 from sglcore_mlx.inputs import bucket, row_bucket, wide_inputs

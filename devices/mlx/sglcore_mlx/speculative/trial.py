@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.worker import Trial
 from sglcore.step.sizing import MemorySizes
+from sglcore.worker.model_worker import Trial
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState

@@ -7,9 +7,9 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Ticket
 from sglcore.step.draft_length import LengthController, Started, StepTimes
+from sglcore.worker.model_worker import BatchResult, Ticket
+from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.speculative.stepper import Counts, SpeculativeStepper
 from sglcore_mlx.stepper import Launched, Stepper
 from sglcore_mlx.worker import MlxWorker

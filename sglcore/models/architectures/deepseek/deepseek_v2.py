@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from sglcore.checkpoint.latent_config import INNER_EPS, LatentConfig, latent_config
 from sglcore.checkpoint.moe_spec import RoutingSpec
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.decoder import CausalLM, DecoderLayer, SharedExpert
 from sglcore.models.layer_kinds import Array, Attention, Batch, Build, Layer
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sglcore.checkpoint.encoder_config import whole_number
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 from sglcore.models.layer_kinds import Architecture, Array, Batch, Build, Layer
 
 

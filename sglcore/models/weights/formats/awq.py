@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.weights.formats.format_tensors import FLOATS, WORDS, Format, LayerTensors, small_integers
 from sglcore.models.weights.quantized_weight import QuantizedWeight, Stored
 

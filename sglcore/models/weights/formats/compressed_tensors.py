@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.weights.formats.format_tensors import (
     BYTES,
     WHOLE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.weights.formats.format_tensors import FLOATS, Format, LayerTensors
 from sglcore.models.weights.quantized_weight import ScaledFloats, Stored
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.quantization_config import Scheme
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.weights.quantized_weight import Stored
 
 WORDS = (torch.int32,)

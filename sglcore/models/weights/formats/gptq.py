@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import CheckpointError
+from sglcore.core.errors import CheckpointError
 from sglcore.models.weights.formats.format_tensors import FLOATS, WHOLE, WORDS, Format, LayerTensors, small_integers
 from sglcore.models.weights.quantized_weight import QuantizedWeight, ScatteredWeight, Stored
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.errors import NO_SPACE, ConfigError
+from sglcore.core.errors import NO_SPACE, ConfigError
 from sglcore.serving.replicas.server_errors import InvalidRequest, StorageError
 
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglcore.device.errors import DeviceError
+from sglcore.core.errors import DeviceError
 from sglcore.runtime.kernels.compilers import triton_gap
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_acme.capability import Capability, read_capability

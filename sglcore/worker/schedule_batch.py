@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.plan import StepPlan
+from sglcore.worker.step_plan import StepPlan
 
 T = TypeVar("T")
 Ints = NDArray[np.int32]

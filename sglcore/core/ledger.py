@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from sglcore.device.errors import StrictError
+from sglcore.core.errors import StrictError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.swap_counts import SwapCounts
+from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.swap_counts import SwapCounts
 
 
 def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookahead: int = 0) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.device.errors import ConfigError
+from sglcore.core.errors import ConfigError
 
 GROUPS = ("world", "tp", "attn_tp", "attn_dp", "ep", "pp")
 """The groups of a topology: all ranks; one copy of the layers; ranks that share a request's heads;

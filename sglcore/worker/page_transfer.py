@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.errors import SglcoreError
+from sglcore.core.errors import SglcoreError
 
 Ints = NDArray[np.int32]
 Bytes = NDArray[np.uint8]

@@ -1,0 +1,3 @@
+"""`sglcore.core.ledger`, by its name in API 3."""
+
+from sglcore.core.ledger import *  # noqa: F403
