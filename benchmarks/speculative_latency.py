@@ -10,7 +10,8 @@ than the scheduling time. If steps do not overlap, as on a device that needs len
 only the draft forwards hide host time. On a busy machine set OMP_NUM_THREADS=1: torch's threads
 wait for each other's cores.
 
-    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--json FILE]
+    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--draft NAME]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=150.0, help="milliseconds of a target's forward")
     parser.add_argument("--device", default="musa", help="a kind of simulated device")
     parser.add_argument("--batch", type=int, default=16, help="requests at once, beside runs of one request")
+    parser.add_argument("--draft", choices=[head for head, _ in HEADS], help="one drafter only; default: all")
     parser.add_argument("--json")
     args = parser.parse_args()
     sim = sglcore_sim.install(args.device)
@@ -196,7 +198,8 @@ def main() -> None:
     rows, batches = [], (1, args.batch)
     with engine(sim, batches, speculative="off", **by_torch) as one:
         plain = {batch: one.decode(prompts[:batch], args.step) for batch in batches}
-    for head, length in ((head, length) for head, lengths in HEADS for length in lengths):
+    drafts = [(head, length) for head, lengths in HEADS for length in lengths if args.draft in (None, head)]
+    for head, length in drafts:
         forwards = 1 if head == "dflash" else length
         with engine(sim, batches, speculative=head, draft_tokens=length, **by_torch) as one:
             for batch, cost in product(batches, COSTS):

@@ -8,4 +8,4 @@ old names until API 4, from the folder `api3`.
 
 from pathlib import Path
 
-__path__ = [*__path__, str(Path(__file__).with_name("api3"))]
+__path__.append(str(Path(__file__).with_name("api3")))

@@ -3,13 +3,26 @@ number."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
+
+from sglcore.device import package
 
 MADE = ("Facts", "Fact", "ProbeReport", "DeviceInfo", "PciClaim", "Limits", "Ticket", "TokenLogprobs", "BatchResult")
 MADE_WITH_TORCH = ("DevicePackage", "Communication", "AttentionFacts", "AttentionPlan", "Partition")
 WRITTEN = ("ModelWorker", "GraphBackend", "CapturedStep", "PromptBackend", "CapturedPrompt", "StreamCapture", "Segment")
 CALLED = ("System", "BringUp", "Imported by what `sglcore new-device` writes")
+OLDER = Path(package.__file__).with_name(f"api{package.API}")
+"""Modules that moved since the number was frozen, by their older names; they go with the next."""
+TARGET = re.compile(r"^from (sglcore\.[\w.]+) import \*", re.MULTILINE)
 OPTIONAL, ABSTRACT, LIST = " (optional)", " (abstract)", "names "
+
+
+def moved_modules() -> Mapping[str, str]:
+    """Return the module of today by the name that it had."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(OLDER.glob("[!_]*.py"))}
+    return {f"sglcore.device.{stem}": target for stem, text in texts.items() for target in TARGET.findall(text)}
 
 
 def breaks(old: str, new: str) -> list[str]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +29,7 @@ from sglcore.runtime.graphs import capture, graph_backend
 from sglcore.runtime.kernels import table
 from sglcore.runtime.overlap import parts
 from sglcore.worker import model_worker, schedule_batch, topology
-from tests.device.moved import moved_modules
-from tests.device.promises import ABSTRACT, LIST, breaks
+from tests.device.promises import ABSTRACT, LIST, OLDER, breaks, moved_modules
 
 STORED = Path(__file__).with_name("contract.txt")
 RECORDS = (
@@ -65,6 +66,8 @@ PROTOCOLS = (
 )
 TEMPLATES = Path(inspect.getfile(package)).parents[1] / "conformance"
 IMPORT = re.compile(r"^ *from (sglcore\.[\w.]+) import ([\w, ]+)$", re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(moved_modules())
 KERNELS = table.KernelTable.declared()
 CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 """Constructors that the core calls."""
@@ -169,6 +172,40 @@ def test_what_an_older_package_could_not_have_or_would_miss_is_a_break(old: str,
 def test_what_an_older_package_need_not_know_is_none(old: str, new: str) -> None:
     text = STORED.read_text(encoding="utf-8")
     assert old in text and breaks(text, text.replace(old, new, 1)) == []
+
+
+def test_each_file_names_one_module() -> None:
+    assert len(NAMES) == len(list(OLDER.glob("[!_]*.py"))) > 0
+
+
+@pytest.mark.parametrize("older", NAMES)
+def test_the_older_name_gives_the_same_objects(older: str) -> None:
+    before, now = import_module(older), import_module(moved_modules()[older])
+    names = [name for name in vars(now) if not name.startswith("_")]
+    assert names and [name for name in names if getattr(before, name, None) is not getattr(now, name)] == []
+
+
+def test_an_error_raised_under_the_older_name_is_caught_under_the_new_one() -> None:
+    program = (
+        "from sglcore.device.errors import DeviceError\n"
+        "from sglcore.core.errors import DeviceError as Now\n"
+        "try: raise DeviceError('lost')\n"
+        "except Now as error: print(type(error).__module__)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "sglcore.core.errors\n"
+
+
+def test_nothing_of_ours_uses_an_older_name() -> None:
+    older = re.compile(rf"\b({'|'.join(map(re.escape, NAMES))})\b")
+    files = [
+        file
+        for folder in ("sglcore", "devices", "simulator", "benchmarks", "tools")
+        for kind in ("*.py", "*.in")
+        for file in (ROOT / folder).rglob(kind)
+    ]
+    assert len(files) > 500
+    assert [str(file) for file in files if older.search(file.read_text(encoding="utf-8"))] == []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""DeepSeek-V3.2 and V4 give transformers' numbers with the vendor's libraries and without each of
+them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglcore_hip import package
+from tests.checkpoints import Oracle
+from tests.laws.attention.sparse_models import *  # noqa: F403
+from tests.laws.attention.sparse_models import Library, hold
+
+pytestmark = pytest.mark.needs("simulator")
+
+LIBRARIES = (Library("aiter", ("sglcore_hip.sparse_aiter", "sglcore_hip.attention_aiter"), "sglcore_hip.sparse_aiter"),)
+
+
+def test_with_the_libraries_the_numbers_are_transformers(
+    monkeypatch: pytest.MonkeyPatch, sparse_model: tuple[Oracle, Path]
+) -> None:
+    told = hold(sparse_model, package.name, monkeypatch)
+    assert any(library.origin in told for library in LIBRARIES)
+
+
+@pytest.mark.parametrize("missing", [LIBRARIES], ids=lambda m: "-".join(e.module for e in m))
+def test_without_a_library_the_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, sparse_model: tuple[Oracle, Path], missing: tuple[Library, ...]
+) -> None:
+    for library in missing:
+        library.take_away(monkeypatch)
+    told = hold(sparse_model, package.name, monkeypatch)
+    assert [library.module for library in missing if library.origin in told] == []
