@@ -102,4 +102,4 @@ def test_explain_shows_what_proposals_are_drawn_from(capsys: pytest.CaptureFixtu
     words = ("--speculative", "eagle3", "--speculative-verify", "block", "--max-requests", "7", "--draft-tokens", "3")
     assert main(("explain", *words)) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"draft laws block {8 * 3 * 2147 * 4 / 2**20:.1f} MiB" in shown
+    assert f"draft probabilities block {8 * 3 * 2147 * 4 / 2**20:.1f} MiB" in shown

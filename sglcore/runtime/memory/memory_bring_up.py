@@ -25,7 +25,7 @@ from sglcore.runtime.memory.pools import (
     WindowTable,
 )
 from sglcore.runtime.memory.states import StatePool, taken_bytes
-from sglcore.runtime.speculative.speculation_bring_up import beside_laws
+from sglcore.runtime.speculative.speculation_bring_up import less_draft_probs
 from sglcore.runtime.speculative.speculation_choice import Speculation, most_drafts, verified_rows
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.hisparse_config import HiSparseConfig
@@ -137,7 +137,7 @@ def _sized(
         ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
         device_memory = replace(device_memory, available=max(0, device_memory.available - scores))
     if speculation is not None:
-        device_memory = beside_laws(config, model, speculation, device_memory, ledger)
+        device_memory = less_draft_probs(config, model, speculation, device_memory, ledger)
     return size_pools(
         config,
         context_len=context_len,

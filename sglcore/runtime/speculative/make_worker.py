@@ -117,6 +117,6 @@ def make_speculative_worker(
         return TreeWorker(speculation.tree, *given)
     if speculation.rule not in RULES:
         return SpeculativeWorker(*given)
-    shape = speculation.laws_shape(limits.max_requests, limits.vocab_size)
-    laws = torch.zeros(shape, device=token_table.last.device) if shape else None
-    return RejectionWorker(RULES[speculation.rule], laws, *given)
+    shape = speculation.draft_probs_shape(limits.max_requests, limits.vocab_size)
+    draft_probs = torch.zeros(shape, device=token_table.last.device) if shape else None
+    return RejectionWorker(RULES[speculation.rule], draft_probs, *given)

@@ -38,15 +38,15 @@ class Chain:
     """Draft tokens of B requests with roots at `lengths` int32[B].
 
     `tokens` int32[B, k]; `offered` bool[B, k]: may be accepted (False after the first False).
-    `laws` float32[B, k, V] are the distributions they were drawn from; None: they were certain.
+    `probs` float32[B, k, V] are the distributions they were drawn from; None: they were certain.
     """
 
     tokens: Tensor
     offered: Tensor
     lengths: Tensor
-    laws: Tensor | None = None
+    probs: Tensor | None = None
 
-    def law(self, place: int | Tensor, vocab_size: int) -> Tensor:
+    def probs_at(self, place: int | Tensor, vocab_size: int) -> Tensor:
         """Return float32[B, V]: the distribution of draft token number `place`.
 
         `place` is int64[B, 1], or one number for all. Zeros where no token is offered.
@@ -54,12 +54,12 @@ class Chain:
         last = self.tokens.shape[1] - 1
         places = torch.as_tensor(place, device=self.tokens.device).expand(len(self.tokens), 1)
         within = places.clamp(max=last)
-        if self.laws is None:
+        if self.probs is None:
             token = self.tokens.gather(1, within).clamp_(min=0).long()
-            law = torch.zeros(len(token), vocab_size, device=token.device).scatter_(1, token, 1.0)
+            probs = torch.zeros(len(token), vocab_size, device=token.device).scatter_(1, token, 1.0)
         else:
-            law = self.laws.gather(1, within[:, :, None].expand(-1, -1, vocab_size))[:, 0]
-        return law * (self.offered.gather(1, within) & (places <= last))
+            probs = self.probs.gather(1, within[:, :, None].expand(-1, -1, vocab_size))[:, 0]
+        return probs * (self.offered.gather(1, within) & (places <= last))
 
 
 class Rejection:
@@ -72,18 +72,18 @@ class Rejection:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
 
-    def drafting(self, state: SamplingState, slots: Tensor, lengths: Tensor, laws: Tensor) -> DrawDraft:
+    def drafting(self, state: SamplingState, slots: Tensor, lengths: Tensor, draft_probs: Tensor) -> DrawDraft:
         """Return a function that draws a draft token for each of R requests, and stores their
-        distributions in laws[slots, depth - 1].
+        distributions in draft_probs[slots, depth - 1].
 
-        `slots` (request slots) and `lengths` (places of the roots) are int32[R], `laws` float32
-        [slots + 1, k, V].
+        `slots` (request slots) and `lengths` (places of the roots) are int32[R], `draft_probs`
+        float32[slots + 1, k, V].
         """
         words = step_words(state.seed_words, lengths, DRAFTS)
 
         def draw(logits: Tensor, depth: int) -> Tensor:
             own = replace(state, seed_words=words, positions=lengths + depth)
-            laws[slots, depth - 1] = self.sampler.probabilities(logits, own)
+            draft_probs[slots, depth - 1] = self.sampler.probabilities(logits, own)
             return self.sampler.sample(logits, own).token_ids
 
         return draw
@@ -97,11 +97,11 @@ class Rejection:
         coins = draw_coins(state.seed_words, chain.lengths, chain.tokens.shape[1])
         accepted, share = self._accepted(logits, state, chain, coins)
         places = accepted[:, None].long()
-        law = self.sampler.probabilities(
+        probs = self.sampler.probabilities(
             logits.gather(1, places[:, :, None].expand(-1, -1, logits.shape[2]))[:, 0], state
         )
-        rest = self._rest(law, chain.law(places, law.shape[1]), share)
-        weights = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)
+        rest = self._rest(probs, chain.probs_at(places, probs.shape[1]), share)
+        weights = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
         return accepted, *self.sampler.draw_by_weight(weights, state.seed_words, chain.lengths + accepted + 1)
 
     def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,10 +120,10 @@ class Rejection:
         """Return float32[B, V]: the excess of the scaled target distribution over the draft's."""
         return (share[:, None] * target - draft).clamp_(min=0)
 
-    def _of_token(self, law: Tensor, chain: Chain, place: int) -> tuple[Tensor, Tensor]:
+    def _of_token(self, probs: Tensor, chain: Chain, place: int) -> tuple[Tensor, Tensor]:
         """Return both distributions' probability of draft token number `place`, float32[B] each."""
         token = chain.tokens[:, place, None].clamp(min=0).long()
-        return law.gather(1, token)[:, 0], chain.law(place, law.shape[1]).gather(1, token)[:, 0]
+        return probs.gather(1, token)[:, 0], chain.probs_at(place, probs.shape[1]).gather(1, token)[:, 0]
 
 
 class BlockRejection(Rejection):
@@ -136,12 +136,12 @@ class BlockRejection(Rejection):
         share = kept = torch.ones_like(coins[:, 0])
         accepted = torch.zeros_like(count)
         for place in range(chain.tokens.shape[1]):
-            law = self.sampler.probabilities(logits[:, place], state)
+            probs = self.sampler.probabilities(logits[:, place], state)
             if place:
-                rest = self._rest(law, chain.law(place, law.shape[1]), share).sum(-1)
+                rest = self._rest(probs, chain.probs_at(place, probs.shape[1]), share).sum(-1)
                 taken = (coins[:, place - 1] * (rest + 1 - share) < rest) & (place < count)
                 accepted, kept = accepted.masked_fill(taken, place), torch.where(taken, share, kept)
-            target, draft = self._of_token(law, chain, place)
+            target, draft = self._of_token(probs, chain, place)
             share = torch.where(place < count, (share * target / draft).clamp(max=1.0), share)
             taken = (coins[:, place] < share) & (count == place + 1)
             accepted, kept = accepted.masked_fill(taken, place + 1), torch.where(taken, share, kept)
@@ -158,13 +158,13 @@ class RejectionWorker(SpeculativeWorker):
     A draft token that a grammar forbids has probability 0 and is replaced like any rejected token.
     """
 
-    def __init__(self, rule: type[Rejection], laws: Tensor | None, *given: Any) -> None:
-        """`laws` float32[slots + 1, k, V] stores draft distributions; None for a drafter without
-        any.
+    def __init__(self, rule: type[Rejection], draft_probs: Tensor | None, *given: Any) -> None:
+        """`draft_probs` float32[slots + 1, k, V] stores draft distributions; None for a drafter
+        without any.
 
         `given` are the parameters of `SpeculativeWorker`.
         """
-        self._laws = laws
+        self._draft_probs = draft_probs
         super().__init__(*given)
         self.rule = rule(self.sampling.sampler)
 
@@ -179,12 +179,14 @@ class RejectionWorker(SpeculativeWorker):
             return super()._decide(staged, rows, logits, state)
         proposals = self._proposals.index_select(0, rows.slots)[:, : width - 1]
         offered = (proposals >= 0) & (staged.req_pool_indices.view(-1, width)[:, 1:] != 0)
-        laws = None if self._laws is None else self._laws.index_select(0, rows.slots)[:, : width - 1]
-        if laws is not None:
+        draft_probs = (
+            None if self._draft_probs is None else self._draft_probs.index_select(0, rows.slots)[:, : width - 1]
+        )
+        if draft_probs is not None:
             # A draft with non-finite logits has drawn from no distribution.
-            offered &= laws.gather(2, proposals.clamp(min=0)[:, :, None].long())[:, :, 0] > 0
+            offered &= draft_probs.gather(2, proposals.clamp(min=0)[:, :, None].long())[:, :, 0] > 0
         lengths = self._lengths.index_select(0, rows.slots)
-        chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, laws)
+        chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, draft_probs)
         processed = self.rule.sampler.process(logits, state).view(-1, width, logits.shape[1])
         accepted, tokens, bad = self.rule.verify(processed, self.draft_sampling.state_of_requests(width), chain)
         accepted, tokens = self.rule.sampler.decided(accepted, tokens)
@@ -209,13 +211,13 @@ class RejectionWorker(SpeculativeWorker):
         return SampledTokens(every, bad_rows, logprobs)
 
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
-        if self._laws is None:
+        if self._draft_probs is None:
             return super()._drafting(width, slots, lengths)
-        return self.rule.drafting(self.draft_sampling.state_of_requests(width), slots, lengths, self._laws)
+        return self.rule.drafting(self.draft_sampling.state_of_requests(width), slots, lengths, self._draft_probs)
 
     def _propose(self, rows: DraftRows) -> None:
         super()._propose(rows)
-        if self._laws is not None:
+        if self._draft_probs is not None:
             # Draft tokens without a KV slot of their own depend on which other requests have none:
             # drop them.
             steps = torch.arange(self._proposals.shape[1], dtype=torch.int32, device=rows.limits.device)

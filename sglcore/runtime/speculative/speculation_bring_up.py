@@ -104,7 +104,7 @@ def draft(speculation: Speculation | None) -> LoadedModel | None:
     return None if speculation is None else speculation.draft
 
 
-def beside_laws(
+def less_draft_probs(
     config: EngineConfig, model: LoadedModel, speculation: Speculation, budget: MemoryBudget, ledger: DecisionLedger
 ) -> MemoryBudget:
     """Return the budget less the buffer of draft distributions, which is recorded in the ledger and
@@ -112,7 +112,7 @@ def beside_laws(
 
     Raises ConfigError if the buffer does not fit.
     """
-    shape = speculation.laws_shape(config.max_requests, model.config.vocab_size)
+    shape = speculation.draft_probs_shape(config.max_requests, model.config.vocab_size)
     if not shape:
         return budget
     taken, remedy = torch.float32.itemsize * math.prod(shape), "lower max_requests or draft_tokens"
@@ -122,7 +122,7 @@ def beside_laws(
             remedy=f"{remedy}, or --speculative-verify coupled",
         )
     why = f"the distributions of draft tokens for {config.max_requests} requests, in addition to the pools"
-    ledger.record(Row("draft laws", config.speculative_verify, size_text(taken), why, remedy))
+    ledger.record(Row("draft probabilities", config.speculative_verify, size_text(taken), why, remedy))
     return replace(budget, available=budget.available - taken)
 
 

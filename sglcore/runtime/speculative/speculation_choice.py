@@ -99,7 +99,7 @@ class Speculation:
         """Maximum draft tokens per step."""
         return self.lengths[-1]
 
-    def laws_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
+    def draft_probs_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
         """Return the shape [slots, k, V] of the draft distributions, float32.
 
         Empty under the rule COUPLED, which reads none, and without a draft model.

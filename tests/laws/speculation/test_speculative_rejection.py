@@ -21,7 +21,7 @@ from sglcore.core.ledger import DecisionLedger
 from sglcore.runtime.speculative.chain_drafts import StandaloneDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.rejection import RULES, Rejection, RejectionWorker
-from sglcore.runtime.speculative.speculation_bring_up import beside_laws
+from sglcore.runtime.speculative.speculation_bring_up import less_draft_probs
 from sglcore.runtime.speculative.speculation_choice import Speculation
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.draft_counts import sums_of
@@ -241,21 +241,21 @@ def test_what_a_draft_that_is_not_finite_says_is_no_proposal(
 @pytest.mark.needs("device")
 def test_what_proposals_are_drawn_from_is_kept_free(engines: Callable[..., TokenEngine], other: str) -> None:
     engine = proposing(engines, "block", draft_model=other)
-    assert isinstance(engine.worker, RejectionWorker) and engine.worker._laws is not None
+    assert isinstance(engine.worker, RejectionWorker) and engine.worker._draft_probs is not None
     config = EngineConfig(max_requests=6, draft_tokens=3, speculative_verify="block")
     ledger, model = DecisionLedger(), cast(Any, SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)))
-    taken = engine.worker._laws.nbytes
+    taken = engine.worker._draft_probs.nbytes
     assert taken == 7 * 3 * VOCABULARY * 4
     budget = MemoryBudget(1 << 30, taken + 5, "told")
     speculation = Speculation("standalone", (3,), model, rule="block")
-    assert beside_laws(config, model, speculation, budget, ledger).available == 5
-    assert [(row.topic, row.effective) for row in ledger.rows] == [("draft laws", size_text(taken))]
+    assert less_draft_probs(config, model, speculation, budget, ledger).available == 5
+    assert [(row.topic, row.effective) for row in ledger.rows] == [("draft probabilities", size_text(taken))]
     with pytest.raises(
         ConfigError, match="distributions of draft tokens take .* are available; lower max_requests or draft_tokens"
     ):
-        beside_laws(config, model, speculation, replace(budget, available=taken - 1), ledger)
+        less_draft_probs(config, model, speculation, replace(budget, available=taken - 1), ledger)
     for other_way in (replace(speculation, rule="coupled"), replace(speculation, draft=None)):
-        assert beside_laws(config, model, other_way, budget, ledger) == budget
+        assert less_draft_probs(config, model, other_way, budget, ledger) == budget
 
 
 def kept(engine: TokenEngine) -> tuple[Any, list[int]]:

@@ -19,28 +19,28 @@ from sglcore.sampling.noise import ONE
 from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.sampler import Sampler, SamplingState
 
-Law = tuple[Fraction, ...]
+Distribution = tuple[Fraction, ...]
 Context = tuple[int, ...]
 RULES = {"rejection": Rejection, "block": BlockRejection}
 
 
-def rest(target: Law, draft: Law, share: Fraction) -> Law:
+def rest(target: Distribution, draft: Distribution, share: Fraction) -> Distribution:
     """The residual: max(share * target - draft, 0), not normalised."""
     return tuple(max(share * p - q, Fraction(0)) for p, q in zip(target, draft, strict=True))
 
 
-def resampled(target: Law, draft: Law, share: Fraction) -> Law:
+def resampled(target: Distribution, draft: Distribution, share: Fraction) -> Distribution:
     """A planted defect: resamples from the target's distribution unchanged."""
     return target
 
 
-def unclamped(target: Law, draft: Law, share: Fraction) -> Law:
+def unclamped(target: Distribution, draft: Distribution, share: Fraction) -> Distribution:
     """A planted defect: the absolute difference |share * target - draft|."""
     return tuple(abs(share * p - q) for p, q in zip(target, draft, strict=True))
 
 
 def chances(
-    rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context
+    rule: str, targets: Sequence[Distribution], drafts: Sequence[Distribution], tokens: Context
 ) -> list[tuple[Fraction, Fraction]]:
     """For each number of draft tokens from 1 on: the acceptance probability of its coin, and the
     factor that scales the target distribution after it."""
@@ -59,8 +59,12 @@ def chances(
 
 
 def endings(
-    rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context, left: Callable[..., Law] = rest
-) -> Iterator[tuple[int, Fraction, Law]]:
+    rule: str,
+    targets: Sequence[Distribution],
+    drafts: Sequence[Distribution],
+    tokens: Context,
+    left: Callable[..., Distribution] = rest,
+) -> Iterator[tuple[int, Fraction, Distribution]]:
     """Yield (accepted draft tokens, their probability, distribution of the token after them)."""
     coins = chances(rule, targets, drafts, tokens)
     shares = [Fraction(1), *(share for _, share in coins)]
@@ -73,8 +77,8 @@ def endings(
             likely *= coins[accepted - 1][0] if accepted else 1
         if likely:
             whole = accepted == len(tokens)
-            law = targets[accepted] if whole else left(targets[accepted], drafts[accepted], shares[accepted])
-            yield accepted, likely, tuple(each / sum(law) for each in law)
+            distribution = targets[accepted] if whole else left(targets[accepted], drafts[accepted], shares[accepted])
+            yield accepted, likely, tuple(each / sum(distribution) for each in distribution)
 
 
 def product_of(factors: Iterator[Fraction]) -> Fraction:
@@ -84,24 +88,24 @@ def product_of(factors: Iterator[Fraction]) -> Fraction:
     return found
 
 
-def random_laws(rnd: Random, size: int) -> Callable[[Context], Law]:
+def random_distributions(rnd: Random, size: int) -> Callable[[Context], Distribution]:
     """A random distribution of the next token for each context, all different."""
-    known: dict[Context, Law] = {}
+    known: dict[Context, Distribution] = {}
 
-    def law(context: Context) -> Law:
+    def distribution(context: Context) -> Distribution:
         if context not in known:
             weights = [rnd.randint(1, 12) ** 2 for _ in range(size)]
             known[context] = tuple(Fraction(weight, sum(weights)) for weight in weights)
         return known[context]
 
-    return law
+    return distribution
 
 
-def text_law(
+def text_distribution(
     rule: str,
-    target: Callable[[Context], Law],
-    draft: Callable[[Context], Law],
-    left: Callable[..., Law],
+    target: Callable[[Context], Distribution],
+    draft: Callable[[Context], Distribution],
+    left: Callable[..., Distribution],
     tokens: int = 4,
 ) -> dict[Context, Fraction]:
     """The probability of each text of `tokens` tokens over a vocabulary of 3, with two draft tokens
@@ -114,8 +118,8 @@ def text_law(
             drafts = (draft(context), draft((*context, first)))
             targets = (target(context), target((*context, first)), target((*context, first, second)))
             proposed = likely * drafts[0][first] * drafts[1][second]
-            for accepted, chance, law in endings(rule, targets, drafts, (first, second), left):
-                for token, share in enumerate(law):
+            for accepted, chance, distribution in endings(rule, targets, drafts, (first, second), left):
+                for token, share in enumerate(distribution):
                     text = (*context, *(first, second)[:accepted], token)
                     into = found if len(text) >= tokens else open_texts
                     text = text[:tokens]
@@ -125,11 +129,11 @@ def text_law(
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("left", [rest, resampled, unclamped])
-def test_texts_have_the_law_of_the_target(rule: str, left: Callable[..., Law]) -> None:
+def test_texts_have_the_distribution_of_the_target(rule: str, left: Callable[..., Distribution]) -> None:
     for seed in range(2 if left is rest else 1):
         rnd = Random(seed)
-        target, draft = random_laws(rnd, 3), random_laws(rnd, 3)
-        found = text_law(rule, target, draft, left)
+        target, draft = random_distributions(rnd, 3), random_distributions(rnd, 3)
+        found = text_distribution(rule, target, draft, left)
         wanted = {
             text: product_of(target(text[:place])[token] for place, token in enumerate(text))
             for text in product(range(3), repeat=4)
@@ -149,16 +153,21 @@ def make_state(seeds: int, seed: int = 0) -> SamplingState:
 def test_the_code_accepts_and_replaces_by_the_rule(rule: str) -> None:
     rnd, verified = Random(7), RULES[rule](Sampler(3, "cpu"))
     for _ in range(5):
-        law = random_laws(rnd, 3)
-        targets, drafts = [law((0, place)) for place in range(3)], [law((1, place)) for place in range(2)]
+        distribution = random_distributions(rnd, 3)
+        targets, drafts = (
+            [distribution((0, place)) for place in range(3)],
+            [distribution((1, place)) for place in range(2)],
+        )
         for tokens in product(range(3), repeat=2):
             coins = chances(rule, targets, drafts, tokens)
             logits = torch.tensor([[[float(p) for p in target] for target in targets]]).log().expand(9, -1, -1)
-            laws = torch.tensor([[[float(q) for q in draft] for draft in drafts]]).expand(9, -1, -1)
+            draft_probs = torch.tensor([[[float(q) for q in draft] for draft in drafts]]).expand(9, -1, -1)
             # Each coin falls just below, far below and just above its acceptance probability.
             falls = [[float(coin) - 1e-3, float(coin) / 2, min(float(coin) + 1e-3, 1 - 1e-6)] for coin, _ in coins]
             given = torch.tensor(list(product(*falls)))
-            chain = Chain(torch.tensor([tokens] * 9), torch.ones(9, 2, dtype=torch.bool), torch.zeros(9).int(), laws)
+            chain = Chain(
+                torch.tensor([tokens] * 9), torch.ones(9, 2, dtype=torch.bool), torch.zeros(9).int(), draft_probs
+            )
             accepted, share = verified._accepted(logits, make_state(9), chain, given)
             says = given < torch.tensor([float(coin) for coin, _ in coins])
             by_token = says.int().cumprod(1).sum(1)
@@ -183,8 +192,8 @@ def count_texts(rule: Rejection, count: int, proposals: int = 2, is_certain: boo
     roots, lengths = torch.zeros(count, dtype=torch.int32), torch.ones(count, dtype=torch.int32)
     texts = torch.zeros(count, TEXT + proposals + 1, dtype=torch.int32)
     while int(lengths.min()) <= TEXT:
-        laws, before, drawn = torch.zeros(count, proposals, SIZE), roots, list[Tensor]()
-        draw = rule.drafting(state, rows, lengths, laws)
+        draft_probs, before, drawn = torch.zeros(count, proposals, SIZE), roots, list[Tensor]()
+        draw = rule.drafting(state, rows, lengths, draft_probs)
         for depth in range(1, proposals + 1):
             before = draft[before].argmax(-1).int() if is_certain else draw(draft[before], depth)
             drawn.append(before)
@@ -192,7 +201,7 @@ def count_texts(rule: Rejection, count: int, proposals: int = 2, is_certain: boo
         offered = torch.ones_like(tokens, dtype=torch.bool)
         if is_certain:
             offered[::3, 1], offered[::6, 0] = False, False
-        chain = Chain(tokens, offered, lengths, None if is_certain else laws)
+        chain = Chain(tokens, offered, lengths, None if is_certain else draft_probs)
         logits = target[torch.cat([roots[:, None], tokens], 1)]
         accepted, last, bad = rule.verify(logits, state, chain)
         assert not bad.any()
@@ -200,8 +209,8 @@ def count_texts(rule: Rejection, count: int, proposals: int = 2, is_certain: boo
         run = torch.cat([tokens, last[:, None]], 1).scatter(1, accepted[:, None].long(), last[:, None])
         texts.scatter_(1, begin + torch.arange(proposals + 1), run)
         roots, lengths = last, lengths + accepted + 1
-    law = target.softmax(-1).double()
-    wanted = law[0][:, None, None] * law[:, :, None] * law[None]
+    distribution = target.softmax(-1).double()
+    wanted = distribution[0][:, None, None] * distribution[:, :, None] * distribution[None]
     index = (texts[:, 0].long() * SIZE + texts[:, 1]) * SIZE + texts[:, 2]
     return torch.bincount(index, minlength=SIZE**3).double(), wanted.flatten() * count
 
@@ -217,7 +226,7 @@ def p_value(counts: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("is_certain", [False, True])
-def test_texts_are_drawn_by_the_law_of_the_target(rule: str, is_certain: bool) -> None:
+def test_texts_are_drawn_by_the_distribution_of_the_target(rule: str, is_certain: bool) -> None:
     """A correct rule fails with a probability of one in a million."""
     assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 200_000, is_certain=is_certain)) > 1e-6
 
@@ -275,16 +284,18 @@ def test_proposals_coins_and_draws_of_the_target_have_noise_of_their_own() -> No
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_certain_proposals_that_are_accepted_by_a_law_change_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certain_proposals_that_are_accepted_by_a_distribution_change_it(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The likeliest token is drafted, but tested as if it had been drawn from a distribution over
     several tokens."""
-    law = Chain.law
-    monkeypatch.setattr(Chain, "law", lambda chain, place, size: law(chain, place, size) / 2)
+    distribution = Chain.probs_at
+    monkeypatch.setattr(Chain, "probs_at", lambda chain, place, size: distribution(chain, place, size) / 2)
     assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 60_000, is_certain=True)) < 1e-9
 
 
 @pytest.mark.parametrize(("rule", "mutant"), MUTANTS)
-def test_a_defect_changes_the_law(
+def test_a_defect_changes_the_distribution(
     rule: str, mutant: Callable[[Rejection, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = RULES[rule](Sampler(SIZE, "cpu"))
