@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("simulator")
 def test_with_the_operators_the_numbers_are_transformers(
     monkeypatch: pytest.MonkeyPatch, sparse_model: tuple[Oracle, Path]
 ) -> None:
-    assert "sglcore_npu.sparse" in hold(sparse_model, package.name, monkeypatch)
+    assert "first call failed" not in hold(sparse_model, package.name, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,6 @@ def test_without_an_operator_the_numbers_are_the_same(
     for name in missing:
         monkeypatch.setattr(torch.ops.npu, name, Failing())
     told = hold(sparse_model, package.name, monkeypatch)
-    assert len(missing) < len(OPERATORS) or "sglcore_npu." not in told
+    # No operator serves DeepSeek-V4's layers: its entries have another form, its norms another type.
+    is_served = sparse_model[0].config.model_type != "deepseek_v4"
+    assert is_served == ("its first call failed: RuntimeError" in told)
