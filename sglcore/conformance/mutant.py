@@ -7,7 +7,7 @@ it works on any device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -92,7 +92,7 @@ def _wrapped(step: Step | Again, change: Change) -> Step:
         except Exception as error:
             raise PlantingError(f"the defect could not be planted in what {step.provides!r} built") from error
 
-    return Step(step.provides, changed, step.needs, step.optional)
+    return replace(step, function=changed)
 
 
 def become(thing: T, subclass: Callable[[Any], type]) -> T:

@@ -1,6 +1,7 @@
 """The standard bring-up of a torch device.
 
-A step's name is what it provides, its parameters what it needs.
+A step's name is what it provides, its parameters what it needs. The steps of an optional feature
+are a nested order, which its own `..._bring_up.py` declares.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglcore.checkpoint.rope_config import mrope_axes
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import one_line
 from sglcore.core.ledger import DecisionLedger, Row
-from sglcore.device.bring_up import Again, BringUp
+from sglcore.device.bring_up import BringUp
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.runtime.attention.backend_selection import choose_attention, shape_of
@@ -27,7 +28,7 @@ from sglcore.runtime.attention.trial import failure_of
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.graph_backend import GraphBackend, PromptBackend
 from sglcore.runtime.graphs.graph_choice import capture, check_captured, make_backend
-from sglcore.runtime.hisparse.hisparse_bring_up import asks_for_hisparse, hisparse, hisparse_config
+from sglcore.runtime.hisparse.hisparse_bring_up import HISPARSE, asks_for_hisparse
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.hisparse_entries import REACHING
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted_to
@@ -41,11 +42,11 @@ from sglcore.runtime.memory.pools import (
     ReqToTokenPool,
 )
 from sglcore.runtime.model_runner import Extensions, ModelRunner, RunnerOptions
-from sglcore.runtime.overlap.micro_batch_bring_up import cut_terms, halves, second_ledger
+from sglcore.runtime.overlap.micro_batch_bring_up import TWO_BATCH_OVERLAP
 from sglcore.runtime.overlap.micro_batches import Halves
 from sglcore.runtime.overlap.slices import Slices, SliceSteps
-from sglcore.runtime.overlap.slices_bring_up import Lane, lane, slice_ledger, slices
-from sglcore.runtime.parallel.rank_bring_up import groups, world
+from sglcore.runtime.overlap.slices_bring_up import PREFILL_SLICES, Lane
+from sglcore.runtime.parallel.rank_bring_up import RANKS
 from sglcore.runtime.pooling import EmbeddingSteps, Pooler
 from sglcore.runtime.registry_builders import (
     Compute,
@@ -58,14 +59,7 @@ from sglcore.runtime.registry_builders import (
 from sglcore.runtime.slot_tables import Entered
 from sglcore.runtime.speculative.draft_steps import StepShape
 from sglcore.runtime.speculative.make_worker import make_speculative_worker
-from sglcore.runtime.speculative.speculation_bring_up import (
-    draft,
-    draft_heads,
-    draft_ledger,
-    draft_pools,
-    speculation,
-    trial,
-)
+from sglcore.runtime.speculative.speculation_bring_up import SPECULATION
 from sglcore.runtime.speculative.speculation_choice import TREE_MASK, Speculation
 from sglcore.runtime.speculative.target_features import with_features
 from sglcore.runtime.streams import Streams, make_streams
@@ -414,38 +408,17 @@ def worker(
 STANDARD = BringUp(
     (
         device,
-        world,
-        groups,
-        lane,
         streams,
         kernels,
-        hisparse_config,
         model,
-        speculation,
-        draft,
         sizes,
         pools,
-        draft_pools,
-        hisparse,
         attention,
-        cut_terms,
-        second_ledger,
-        Again("second_attention", ("attention",), {"ledger": "second_ledger"}),
-        halves,
         runner,
-        draft_ledger,
-        Again(
-            "draft_runner",
-            ("attention", "runner"),
-            {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
-        ),
-        draft_heads,
-        slice_ledger,
-        Again("slice_attention", ("attention",), {"ledger": "slice_ledger"}),
-        slices,
         limits,
         worker,
-        trial,
-    )
+    ),
+    nested=(RANKS, SPECULATION, HISPARSE, TWO_BATCH_OVERLAP, PREFILL_SLICES),
 )
-"""The order of every torch device; a package must insert `device_memory` before `sizes`."""
+"""The order of every torch device, with the nested orders of the optional features; a package must
+insert `device_memory` before `sizes`."""

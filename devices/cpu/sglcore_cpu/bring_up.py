@@ -17,7 +17,7 @@ from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner, world
+from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner
 from sglcore.runtime.graphs.graph_choice import reason_of_ranks
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.table import KernelTable
@@ -297,7 +297,7 @@ def device_memory(model: object) -> MemoryBudget:
 
 
 BRING_UP = (
-    STANDARD.replace(world, processor_world)
+    STANDARD.replace("world", processor_world)
     .replace(kernels, processor_kernels)
     .insert(threads, before="kernels")
     .insert(room, before="model")

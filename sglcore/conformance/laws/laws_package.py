@@ -21,7 +21,7 @@ from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants import mutants_package as broken
 from sglcore.conformance.target import DTYPES, GIVEN, Target
 from sglcore.core.errors import BringUpError, DeviceError
-from sglcore.device.bring_up import BringUp
+from sglcore.device.bring_up import Again, BringUp, Step
 from sglcore.device.facts import Facts
 from sglcore.device.import_references import modules
 from sglcore.device.package import API, resolve
@@ -173,7 +173,8 @@ def imports_touch_no_device(trial: Trial) -> None:
 
 def order_checks(trial: Trial) -> None:
     """Raise LawBroken unless each step of the bring-up has its needs met by the given values or by
-    earlier steps, and one step provides `worker`. Runs no step."""
+    earlier steps, which export them from other nested orders, and one step provides `worker`. Runs
+    no step."""
     order = trial.target.order()
     try:
         order.check(GIVEN)
@@ -192,9 +193,10 @@ def reversed_order_fails(trial: Trial) -> None:
     for need, name in pairwise(MADE_WITH):
         if not {need, name} <= here:
             raise LawBroken(f"no step provides {need!r}, or no step provides {name!r}")
-        wanted = f"step {name!r} needs {need!r}, which a later step provides"
+        moved = next(step for step in order.steps if step.provides == name)
+        wanted = f"step {moved.path!r} needs {need!r}, which a later step provides"
         try:
-            _ahead(order, name, need).check(GIVEN)
+            _ahead(order, moved, need).check(GIVEN)
         except BringUpError as error:
             if wanted not in str(error):
                 raise LawBroken(f"with step {name!r} before {need!r}: {error}; wanted {wanted}") from error
@@ -202,9 +204,8 @@ def reversed_order_fails(trial: Trial) -> None:
             raise LawBroken(f"step {name!r} before {need!r} passes the check; wanted {need!r} as a parameter of it")
 
 
-def _ahead(order: BringUp, name: str, other: str) -> BringUp:
-    """Return the order with the step `name` moved to directly before `other`."""
-    moved = next(step for step in order.steps if step.provides == name)
+def _ahead(order: BringUp, moved: Step | Again, other: str) -> BringUp:
+    """Return the order with the step `moved` directly before `other`."""
     steps = [step for step in order.steps if step is not moved]
     steps.insert([step.provides for step in steps].index(other), moved)
     return BringUp(steps)
@@ -407,7 +408,13 @@ LAWS: tuple[Law, ...] = (
         broken.ASKS_AT_IMPORT,
         broken.ASKS_FOR_FACTS,
     ),
-    _c0("order_checks", "Every need of the bring-up is met by an earlier step.", order_checks, broken.WRONG_ORDER),
+    _c0(
+        "order_checks",
+        "Every need of the bring-up is met by an earlier step.",
+        order_checks,
+        broken.WRONG_ORDER,
+        broken.EXPORTS_NOTHING,
+    ),
     Law(
         name="reversed_order_fails",
         level="C0",

@@ -125,7 +125,11 @@ def warm_up(config: Any) -> None:
 
 
 def _unwritten(order: BringUp) -> BringUp:
-    return BringUp((*order.steps, *BringUp((warm_up,)).steps))
+    return order.insert(warm_up, after=order.steps[-1].provides)
+
+
+def _without_exports(order: BringUp) -> BringUp:
+    return BringUp(replace(step, is_exported=False) for step in order.steps)
 
 
 def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
@@ -160,6 +164,12 @@ ALWAYS_THE_FIRST = _declares(
     "always the first", "Facts of the first device for every number.", facts=f"{HERE}:first_facts"
 )
 WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before the parts that it needs.", order=worker_first)
+EXPORTS_NOTHING = Mutant(
+    name="exports nothing",
+    says="The nested orders of features export nothing, and steps outside need their results.",
+    order=_without_exports,
+    needs=TORCH,
+)
 FINDS_POOLS_LATER = Mutant(
     name="finds pools later",
     says="The hisparse step does not declare that it needs the pools.",

@@ -1,4 +1,4 @@
-"""The bring-up steps of HiSparse: KV rows in host memory."""
+"""The nested order of the bring-up for HiSparse: KV rows in host memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger, Row
+from sglcore.device.bring_up_steps import NestedOrder
 from sglcore.device.facts import Facts
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
@@ -132,3 +133,10 @@ def hisparse(
         why += "; host and device share memory, so there are no more pages than without"
     ledger.record(Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))
     return HiSparseCoordinator(shape, table, rows, kernels)
+
+
+HISPARSE = NestedOrder(
+    "hisparse", {"kernels": (hisparse_config,), "pools": (hisparse,)}, exports=("hisparse_config", "hisparse")
+)
+"""How KV rows are kept in host memory: the setting before the weights are loaded, the coordinator
+over the pools."""

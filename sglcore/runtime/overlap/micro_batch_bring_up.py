@@ -1,5 +1,5 @@
-"""The bring-up steps of two-batch overlap: whether batches are split, from which size, and their
-attention backends.
+"""The nested order of the bring-up for two-batch overlap: whether batches are split, from which
+size, and their attention backends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.ledger import DecisionLedger, Row
+from sglcore.device.bring_up_steps import Again, NestedOrder
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.loaded_model import LoadedModel
@@ -166,3 +167,18 @@ def halves(
     if second_attention.hisparse is not None:
         second_attention.hisparse = second_attention.hisparse.second()
     return Halves((attention, second_attention), cut_terms)
+
+
+TWO_BATCH_OVERLAP = NestedOrder(
+    TOPIC,
+    {
+        "attention": (
+            cut_terms,
+            second_ledger,
+            Again("second_attention", ("attention",), {"ledger": "second_ledger"}),
+            halves,
+        )
+    },
+    exports=("halves",),
+)
+"""How batches are split: the terms, and a second attention backend for the second micro-batch."""

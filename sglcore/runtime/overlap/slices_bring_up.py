@@ -1,4 +1,4 @@
-"""The bring-up steps of prefill slices."""
+"""The nested order of the bring-up for prefill slices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger
+from sglcore.device.bring_up_steps import Again, NestedOrder
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
@@ -135,3 +136,15 @@ def slices(runner: ModelRunner, model: LoadedModel, slice_attention: AttentionBa
     """Return the runner of prefill slices; None if prompts run whole."""
     sliced: Any = model
     return None if slice_attention is None else Slices(runner, sliced, slice_attention, runner.streams)
+
+
+PREFILL_SLICES = NestedOrder(
+    "prefill slices",
+    {
+        "device": (lane,),
+        "runner": (slice_ledger, Again("slice_attention", ("attention",), {"ledger": "slice_ledger"}), slices),
+    },
+    exports=("lane", "slices"),
+)
+"""How prompts run in slices of layers: the lane before the streams, and an attention backend and a
+runner of their own."""

@@ -1,4 +1,4 @@
-"""The steps of a bring-up that connect the ranks. With one rank they load no communication
+"""The nested order of the bring-up that connects the ranks. With one rank it loads no communication
 library.
 """
 
@@ -10,6 +10,7 @@ import torch
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.ledger import DecisionLedger
+from sglcore.device.bring_up_steps import NestedOrder
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.speculative.speculation_choice import most_rows
 from sglcore.worker.topology import Place
@@ -54,3 +55,7 @@ def groups(
     make = choose_dispatcher(config, package, ledger)
     most = max(config.max_batch_tokens, config.max_requests * most_rows(config))
     return divided(world, place, package.communication, make, most)
+
+
+RANKS = NestedOrder("ranks", {"device": (world, groups)}, exports=("groups",))
+"""How the ranks of one model are connected."""

@@ -1,4 +1,4 @@
-"""The bring-up steps of speculation."""
+"""The nested order of the bring-up for speculation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.core.ledger import DecisionLedger, Row
+from sglcore.device.bring_up_steps import Again, NestedOrder
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.graphs.graph_choice import capture, make_backend
@@ -222,3 +223,25 @@ def trial(
     first = model.config.words.get("bos_token_id")
     prompt = np.array([first if isinstance(first, int) else 0], dtype=np.int32)
     return Trial(f"{speculation.summary}; {promise(speculation.rule)}", worker, plain, prompt, worker.drafter.close)
+
+
+SPECULATION = NestedOrder(
+    "speculation",
+    {
+        "model": (speculation, draft),
+        "pools": (draft_pools,),
+        "runner": (
+            draft_ledger,
+            Again(
+                "draft_runner",
+                ("attention", "runner"),
+                {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
+            ),
+            draft_heads,
+        ),
+        "worker": (trial,),
+    },
+    exports=("speculation", "draft_runner", "draft_heads", "trial"),
+)
+"""How draft tokens are made: the choice and the draft model with the weights, pools and runners of
+the draft, and the trial that starting an engine runs."""

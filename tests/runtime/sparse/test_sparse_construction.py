@@ -13,7 +13,7 @@ from sglcore.device.bring_up import BringUp, BringUpError
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.sparse.compressed import DeepseekV4AttnBackend
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend
-from sglcore.runtime.bring_up import STANDARD, hisparse
+from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.forward_context import get_attn_backend, get_token_to_kv_pool, has_forward_context
 from sglcore.runtime.memory.kv_rows import Place, RowCounts
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, WINDOW, SparseDesk, desk_of, make_sparse
@@ -42,7 +42,7 @@ def test_pools_come_before_the_coordinator_that_before_the_backend_and_that_befo
         with pytest.raises(BringUpError, match="which a later step provides"):
             BringUp(steps).check(GIVEN)
     with pytest.raises(BringUpError, match="'attention' needs 'hisparse', which nothing provides"):
-        STANDARD.remove(hisparse).check(GIVEN)
+        STANDARD.remove("hisparse").check(GIVEN)
 
 
 def within(site: Any, ran: Any) -> None:
