@@ -45,7 +45,7 @@ def measure(texts: np.ndarray, page_size: int) -> list[float]:
     requests = [Request(f"r{row}", text[:PROMPT].copy(), SamplingParams()) for row, text in enumerate(texts)]
     for request in requests:
         path = memory.cache.match(request.prompt_ids)
-        request.node, request.shared = path[-1], len(path)
+        request.held.node, request.held.shared = path[-1], len(path)
     for end in range(PROMPT, texts.shape[1] - 2 * page_size, COUNT + 1):
         begin = time.perf_counter()
         found = proposals.propose(requests)

@@ -138,7 +138,7 @@ class Session:
     def freed_windows(self) -> int:
         """Number of sliding-window pages that left the page lists of the requests of the last
         `begin` while they ran."""
-        return sum(request.window_first for request in self._requests)
+        return sum(request.held.windows.first for request in self._requests)
 
     def end(self) -> list[Result]:
         """Return the results, in the order of the prompts, once `step` has returned False. Checks

@@ -294,7 +294,7 @@ class TokenEngine:
         found: list[EngineOutput] = []
         for name, group in self._watched.items():
             leader = group.requests[0]
-            if leader.cached_tokens >= 0 and group.reported < leader.num_cells <= len(leader.prompt_ids):
-                group.reported = leader.num_cells
-                found.append(EngineOutput(name, 0, cached_tokens=leader.cached_tokens, processed=leader.num_cells))
+            if leader.cached_tokens >= 0 and group.reported < leader.held.num_cells <= len(leader.prompt_ids):
+                group.reported = leader.held.num_cells
+                found.append(EngineOutput(name, 0, cached_tokens=leader.cached_tokens, processed=leader.held.num_cells))
         return found

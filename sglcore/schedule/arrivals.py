@@ -58,7 +58,7 @@ class Arrivals:
         request = next(iter(self.waiting), None)
         if request is None or not self._memory.admit(request, promised + len(self.arriving) + len(self.written) + 1):
             return None
-        missing = self._memory.pages_for(len(request.prompt_ids)) - len(request.pages)
+        missing = self._memory.pages_for(len(request.prompt_ids)) - len(request.held.pages)
         if not self._memory.grow(request, missing):
             raise AssertionError(f"request {request.rid!r} was admitted, but {missing} pages are missing")
         self.waiting.remove(request)
@@ -74,9 +74,8 @@ class Arrivals:
         self.arriving.remove(request)
         self.written.append(request)
         request.is_remote = request.is_lent = False
-        request.num_cells = len(request.prompt_ids)
-        self._memory.publish(request, request.num_cells)
-        request.prompt_published = True
+        request.held.fill(len(request.prompt_ids))
+        self._memory.publish(request, len(request.prompt_ids))
 
     def leave(self, request: Request) -> None:
         """Remove a request that ends in `arriving` or `written`, without a request slot. Its pages
@@ -93,8 +92,8 @@ class Arrivals:
         if request.is_lent and request.finish_reason is not None:
             self.lent.append(request)
             return
-        has_failed = request.is_broken or request.finish_reason == "error"
-        self._memory.release(request, 0 if has_failed else request.num_cells)
+        has_failed = request.held.is_broken or request.finish_reason == "error"
+        self._memory.release(request, 0 if has_failed else request.held.num_cells)
 
     def let_go(self, request: Request) -> None:
         """Note that the other engine no longer reads or writes the pages of a request. If the

@@ -78,18 +78,20 @@ class BatchBuilder:
         self._steady = None
         extended = [request for request, _ in chunks]
         self._set_rows([rows.requests[row] for row in chosen.tolist()] + extended, bool(chunks))
-        seq_lens = _join(rows.seq_lens[chosen], [request.num_cells + count for request, count in chunks])
+        seq_lens = _join(rows.seq_lens[chosen], [request.held.num_cells + count for request, count in chunks])
         if self._drafts:
             seq_lens[: len(chosen)] += rows.drafted_lens[chosen]
         lengths = _join(np.ones(len(chosen), dtype=np.int32), [count for _, count in chunks])
-        slots = _join(rows.slots[chosen], [request.slot for request in extended])
-        page_counts = _join(rows.page_counts[chosen], [request.sent_pages for request in extended])
-        totals = _join(rows.allocated_lens[chosen] // self._page_size, [len(request.pages) for request in extended])
+        slots = _join(rows.slots[chosen], [request.run.slot for request in extended])
+        page_counts = _join(rows.page_counts[chosen], [request.run.sent_pages for request in extended])
+        totals = _join(rows.allocated_lens[chosen] // self._page_size, [len(each.held.pages) for each in extended])
         emits = np.ones(len(slots), dtype=bool)
         emits[len(chosen) :] = [emits_after(request, count) for request, count in chunks]
         own, unknown = slots[: len(chosen)], rows.last_steps[chosen] > collected
         decode_ids = np.where(unknown, -own, self.last_tokens[own])
-        chunk_ids = [request.tokens(request.num_cells, request.num_cells + count) for request, count in chunks]
+        chunk_ids = [
+            request.tokens(request.held.num_cells, request.held.num_cells + count) for request, count in chunks
+        ]
         batch = ScheduleBatch(
             step=step,
             forward_mode=_mode(len(chosen), len(chunks)),
@@ -119,7 +121,7 @@ class BatchBuilder:
         if self._keeps_windows:
             self._add_windows(batch, rows, chosen, extended)
         if self._has_hidden:
-            add_hidden_modes(batch, self.requests, [request.num_cells + count for request, count in chunks])
+            add_hidden_modes(batch, self.requests, [request.held.num_cells + count for request, count in chunks])
         self._add_rest(batch, collected)
         return batch
 
@@ -186,6 +188,16 @@ class BatchBuilder:
             composition=self._composition,
             token_type_ids=_token_types(requests),
         )
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of a request that has ended."""
+        if self._proposals is not None:
+            self._proposals.forget(request)
+
+    def audit(self) -> None:
+        """Raise AssertionError if a request that has ended is still known."""
+        if self._proposals is not None:
+            self._proposals.audit()
 
     def _start_steady(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None) -> ScheduleBatch:
         batch = self.build(step, rows, np.arange(len(rows.requests)), [], collected, saves)
@@ -256,9 +268,9 @@ class BatchBuilder:
 
     def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
         """Return int32[rows], the decode rows `chosen` and then the prefill rows `extended`: the KV
-        slots that each may use, those of its pages, at most `Request.most_cells`."""
+        slots that each may use, those of its pages, at most `RunState.most_cells`."""
         limits = np.minimum(rows.allocated_lens[chosen], rows.most_cells[chosen])
-        return _join(limits, [min(len(request.pages) * self._page_size, request.most_cells) for request in extended])
+        return _join(limits, [min(len(each.held.pages) * self._page_size, each.run.most_cells) for each in extended])
 
     def _add_windows(
         self, batch: ScheduleBatch, rows: DecodeRows, chosen: NDArray[np.intp], extended: list[Request]
@@ -267,8 +279,8 @@ class BatchBuilder:
         that gained or dropped window pages. The rows are the decode rows `chosen` and then the
         prefill rows `extended`; notes in `rows` what is sent."""
         size = self._page_size
-        starts = _join(rows.window_starts[chosen], [request.window_first * size for request in extended])
-        sent = _join(rows.sent_window_starts[chosen], [request.sent_window_first * size for request in extended])
+        starts = _join(rows.window_starts[chosen], [request.held.windows.first * size for request in extended])
+        sent = _join(rows.sent_window_starts[chosen], [request.run.sent_window_first * size for request in extended])
         rows.sent_window_starts[chosen] = starts[: len(chosen)]
         batch.window_starts = starts
         changed = np.flatnonzero((np.diff(batch.new_page_offsets) > 0) | (starts != sent)).tolist()
@@ -278,14 +290,15 @@ class BatchBuilder:
     def _add_window_lists(self, batch: ScheduleBatch, changed: list[int]) -> None:
         lengths, pages = np.zeros(batch.batch_size, dtype=np.int32), list[int]()
         for row in changed:
-            pages += self.requests[row].window_pages
-            lengths[row] = len(self.requests[row].window_pages)
+            listed = self.requests[row].held.windows.pages
+            pages += listed
+            lengths[row] = len(listed)
         batch.window_offsets, batch.window_pages = offsets_of(lengths), np.array(pages, dtype=np.int32)
 
     def _new_pages(self, page_counts: Ints, totals: Ints) -> Ints:
         pages: list[int] = []
         for row in np.flatnonzero(totals > page_counts).tolist():
-            pages += self.requests[row].pages[page_counts[row] : totals[row]]
+            pages += self.requests[row].held.pages[page_counts[row] : totals[row]]
         return np.array(pages, dtype=np.int32)
 
 
@@ -293,7 +306,7 @@ def emits_after(request: Request, count: int) -> bool:
     """Return whether a chunk of `count` tokens is the last one of the prefill, so that the request
     samples.
     """
-    return request.num_cells + count == request.target
+    return request.held.num_cells + count == request.run.target
 
 
 def _mode(decodes: int, chunks: int) -> ForwardMode:
@@ -320,7 +333,7 @@ def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request], re
     """Add all known tokens of the prefill rows `extended` that enter a request slot, if the worker
     needs them of every row (`reads_history`) or the sampling parameters of the row need them.
     `decodes` rows come before these rows."""
-    entering = [request.last_step < 0 and (reads_history or request.params.needs_history) for request in extended]
+    entering = [request.run.last_step < 0 and (reads_history or request.params.needs_history) for request in extended]
     if not any(entering):
         return
     lengths = np.zeros(batch.batch_size, dtype=np.int32)
@@ -341,9 +354,9 @@ def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: 
     if saves is not None:
         state_to[:decodes] = saves
     for row, (request, count) in enumerate(chunks, start=decodes):
-        if request.last_step < 0:
-            state_from[row] = request.restored
-        state_to[row] = request.snapshots.get(request.num_cells + count, 0)
+        if request.run.last_step < 0:
+            state_from[row] = request.held.states.restored
+        state_to[row] = request.held.states.places.get(request.held.num_cells + count, 0)
     if state_to.any() or (state_from != KEEP).any():
         batch.state_from, batch.state_to = state_from, state_to
 
@@ -358,8 +371,8 @@ def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk]
         return
     batch.next_ids = np.full(batch.batch_size, -1, dtype=np.int32)
     for row, (request, count) in enumerate(chunks, start=decodes):
-        end = request.num_cells + count
-        if end < request.target:
+        end = request.held.num_cells + count
+        if end < request.run.target:
             batch.next_ids[row] = request.tokens(end, end + 1)[0]
     if not scores:
         return

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from sglcore.schedule.request import Ints, Request, State
 
 
-def _column(begin: Callable[[Request, int], int], *, back: str = "") -> Any:
+def _column(begin: Callable[[Request, int], int]) -> Any:
     """Declare a column. `begin` returns its value for a request that starts to decode, from the
-    request and the page size. `back` names the request's attribute that receives the value when the
-    row is removed ("": none).
+    request and the page size.
     """
-    return field(metadata={"begin": begin, "back": back})
+    return field(metadata={"begin": begin})
 
 
 @dataclass(init=False, eq=False, slots=True)
@@ -35,26 +34,26 @@ class DecodeRows:
     _table: Ints
     """int32[columns, capacity]: the table."""
 
-    slots: Ints = _column(lambda request, _: request.slot)
+    slots: Ints = _column(lambda request, _: request.run.slot)
     """The request slot."""
-    seq_lens: Ints = _column(lambda request, _: request.num_cells, back="num_cells")
+    seq_lens: Ints = _column(lambda request, _: request.held.num_cells)
     """Number of KV slots that are written once all submitted steps have run. A lower bound if steps
     may emit several tokens."""
     drafted_lens: Ints = _column(lambda request, _: 0)
     """KV slots that steps in flight may have written in addition."""
-    allocated_lens: Ints = _column(lambda request, page_size: len(request.pages) * page_size)
+    allocated_lens: Ints = _column(lambda request, page_size: len(request.held.pages) * page_size)
     """KV slots in the pages held."""
-    final_seq_lens: Ints = _column(lambda request, _: request.final_seq_len)
+    final_seq_lens: Ints = _column(lambda request, _: request.run.final_seq_len)
     """The `seq_lens` with which the last possible token is sampled."""
-    most_cells: Ints = _column(lambda request, _: request.most_cells)
+    most_cells: Ints = _column(lambda request, _: request.run.most_cells)
     """Maximum KV slots of the row: `final_seq_lens`, plus those of a draft tree after it."""
-    last_steps: Ints = _column(lambda request, _: request.last_step, back="last_step")
+    last_steps: Ints = _column(lambda request, _: request.run.last_step)
     """The last step that contains the row."""
-    page_counts: Ints = _column(lambda request, _: request.sent_pages)
+    page_counts: Ints = _column(lambda request, _: request.run.sent_pages)
     """Number of page-table entries that the device has."""
-    window_starts: Ints = _column(lambda request, page_size: request.window_first * page_size)
+    window_starts: Ints = _column(lambda request, page_size: request.held.windows.first * page_size)
     """Number of tokens before the first sliding-window page."""
-    sent_window_starts: Ints = _column(lambda request, page_size: request.sent_window_first * page_size)
+    sent_window_starts: Ints = _column(lambda request, page_size: request.run.sent_window_first * page_size)
     """The `window_starts` of the list that the device has."""
 
     def __init__(self, capacity: int) -> None:
@@ -117,8 +116,8 @@ class DecodeRows:
         keep their order.
         """
         for row in rows:
-            for column, name in _BACK:
-                setattr(self.requests[row], name, int(self._table[column, row]))
+            self.requests[row].held.fill(int(self.seq_lens[row]))
+            self.requests[row].run.join(int(self.last_steps[row]))
         count = len(self.requests)
         keep = np.ones(count, dtype=bool)
         keep[rows] = False
@@ -138,4 +137,3 @@ class DecodeRows:
 _DECLARED = tuple(item for item in fields(DecodeRows) if item.metadata)
 COLUMNS = tuple(item.name for item in _DECLARED)
 _BEGIN = tuple(item.metadata["begin"] for item in _DECLARED)
-_BACK = tuple((row, item.metadata["back"]) for row, item in enumerate(_DECLARED) if item.metadata["back"])

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.cache.prefix_cache import Node, Standing
+from sglcore.schedule.cache.request_pages import Held
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
+from sglcore.schedule.run_state import RunState
 from sglcore.worker.model_worker import TokenLogprobs
 
 Ints = NDArray[np.int32]
@@ -71,23 +72,13 @@ class LogitChange(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """What a waiting request waits for: the running `request` prefills the first `pages` pages of
-    their common prefix.
-    """
-
-    request: Request
-    pages: int
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation or embedding, from its arrival to its end.
 
     The engine makes it and adds it to the scheduler. The fields before `output_ids` are its inputs,
-    those from `output_ids` to `cached_tokens` its results. All later fields belong to the scheduler
-    and its memory.
+    those from `output_ids` to `num_hidden` its results, those from `state` to `is_lent` its state.
+    `held` and `run` are records of the memory and of the scheduler.
     """
 
     rid: str
@@ -140,80 +131,26 @@ class Request:
     """Why the request failed; empty: it did not fail."""
     cached_tokens: int = -1
     """Number of prompt tokens that the prefix cache had at the first run. -1: not run yet."""
-
     cached_share: int = 0
     """`cached_tokens` as a share of the prompt, in quarters, rounded up."""
-    state: State = State.WAITING
-    """State of the request."""
-    arrival: int = -1
-    """Number in the order of arrival. -1: not yet added to the scheduler."""
-    slot: int = 0
-    """Request slot in the device tables. 0: the request does not run."""
-    num_cells: int = 0
-    """Number of KV slots that are written once all submitted steps have run. For a decode row,
-    `DecodeRows` has this number instead."""
-    target: int = 0
-    """Number of known tokens at admission. The request prefills up to here and then samples."""
-    final_seq_len: int = 0
-    """The `num_cells` with which the last possible token is sampled."""
-    most_cells: int = 0
-    """Maximum KV slots of the request: `final_seq_len`, plus those of a draft tree after it."""
-    last_step: int = -1
-    """The last step with a row of the request. -1: none since its admission."""
-    pages: list[int] = field(default_factory=list)
-    """KV pages, in token order."""
-    sent_pages: int = 0
-    """Number of entries of `pages` that the device has."""
-    shared: int = 0
-    """Number of leading entries of `pages` in the prefix cache, found there or published."""
-    node: Node | None = None
-    """The prefix cache's node of the last shared page, or the root if none. None: never
-    admitted."""
-    leaving: bool = False
-    """Request slot and pages are released when the last step with a row of the request is
-    collected."""
-    prompt_published: bool = False
-    """All full pages of the prompt are in the prefix cache."""
     scored_tokens: int = 0
     """Number of prompt tokens that `prompt_logprobs` covers."""
     num_hidden: int = 0
     """Number of the request's first tokens with hidden states that were collected, for "all"."""
-    is_duplicate: bool = False
-    """Another running request has published a page that this one has computed too."""
-    is_broken: bool = False
-    """A step with a row of the request failed or had logits that were not finite. Its KV slots may
-    hold anything."""
-    awaited: Awaited | None = None
-    """The running request that prefills a common prefix. None: the request waits for none."""
-    compared: int = 0
-    """Number of prefills that had started (`InBatchPrefixes`) when the request was last compared
-    with the running prompts."""
-    restored: int = 0
-    """Snapshot from which the state starts. 0: zeros."""
-    cuts: set[int] = field(default_factory=set)
-    """Lengths in tokens at which the request should save a snapshot for others."""
-    snapshots: dict[int, int] = field(default_factory=dict)
-    """Snapshots of the request: length in tokens to snapshot number."""
-    spare: int = 0
-    """Length in tokens, a key of `snapshots`, of the snapshot that is replaced as the request
-    grows. 0: none."""
+
+    state: State = State.WAITING
+    """State of the request."""
+    arrival: int = -1
+    """Number in the order of arrival. -1: not yet added to the scheduler."""
     is_remote: bool = False
     """Another engine prefills the prompt."""
     is_lent: bool = False
     """Another engine may read or write the pages. They stay allocated until that engine releases
     them, even after the request has ended."""
-    window_first: int = 0
-    """Index of the first page that `window_pages` covers."""
-    window_pages: list[int] = field(default_factory=list)
-    """Sliding-window pages, from page `window_first` on."""
-    sent_window_first: int = 0
-    """The `window_first` of the list that the device has."""
-    window_ends: set[int] = field(default_factory=set)
-    """Numbers of leading pages after which other requests should be able to continue."""
-    kept_windows: dict[int, int] = field(default_factory=dict)
-    """Sliding-window pages that left the list and will be published: page index to window page."""
-    standing: Standing | None = None
-    """Position of the text in the prefix cache, for draft tokens. None: not looked up yet."""
+    held: Held = field(default_factory=Held, init=False)
+    """What the memory holds for the request: pages, window pages, snapshots."""
+    run: RunState = field(default_factory=RunState, init=False)
+    """Its request slot, limits and last step while it runs."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.rid

@@ -79,7 +79,7 @@ class RunningRequests:
             kept.append(self._own_pages(request))
         else:
             return None
-        if request.leaving or self._refused == (request, self.memory.version):
+        if request.run.leaving or self._refused == (request, self.memory.version):
             return None
         kept_windows = sum(min(pages, self.memory.windows.span) for pages in kept)
         if not self.memory.admit(request, self._promised() + sum(kept), len(self) + kept_windows):
@@ -108,10 +108,12 @@ class RunningRequests:
         """
         return None if len(self.waiting) else self.arrivals.reserve(self._promised())
 
-    def final_len(self, request: Request) -> int:
-        """Return the number of KV slots with which the request emits its last token."""
+    def limit(self, request: Request) -> None:
+        """Set the number of KV slots with which the request emits its last token, and its most KV
+        slots (`RunState`)."""
         prompt, most, context = len(request.prompt_ids), request.params.max_tokens, self._limits.max_model_len
-        return (context if most is None else min(prompt + most, context)) - 1
+        final = (context if most is None else min(prompt + most, context)) - 1
+        request.run.limit(final, min(final + self._beyond, context))
 
     def compare_waiting(self) -> None:
         """Compare the first waiting requests with the running prompts, so that they ask for common
@@ -131,14 +133,14 @@ class RunningRequests:
         self.compare_waiting()
         for request in self._chunked:
             is_decoding = request.state is State.DECODING
-            if request.leaving or not (is_decoding or request.state is State.EXTENDING):
+            if request.run.leaving or not (is_decoding or request.state is State.EXTENDING):
                 continue
-            if not self.memory.windows.slide(request, request.num_cells):
+            if not self.memory.windows.slide(request.held.windows, request.held.num_cells):
                 continue
             self.memory.version += 1
             if is_decoding:
                 row = self.rows.requests.index(request)
-                self.rows.window_starts[row] = request.window_first * self._limits.page_size
+                self.rows.window_starts[row] = request.held.windows.first * self._limits.page_size
         self._chunked.clear()
 
     def claim_pages(self) -> bool:
@@ -208,7 +210,7 @@ class RunningRequests:
             budget -= count
             chunks.append((admitted, count))
         if not chunks and self.extending:
-            least = min(self.extending, key=lambda request: request.target - request.num_cells)
+            least = min(self.extending, key=lambda each: each.run.target - each.held.num_cells)
             count = self.take_chunk(least, budget)
             chunks += [(least, count)] if count else []
         return chunks
@@ -218,18 +220,19 @@ class RunningRequests:
         come after it, and return the chunk's number of tokens, at most `budget`. 0: the request
         skips this step.
         """
-        room = len(request.pages) * self._limits.page_size - request.num_cells
-        want = self.memory.snapshots.shorten(request, min(budget, request.target - request.num_cells))
+        held, start, target = request.held, request.held.num_cells, request.run.target
+        room = len(held.pages) * self._limits.page_size - start
+        want = self.memory.snapshots.shorten(held.states, start, min(budget, target - start))
         if want > room:
             pages = self.memory.pages_for(want - room)
             self._obtain(request, min(pages, max(self.memory.room, 1)))
-        count = min(want, len(request.pages) * self._limits.page_size - request.num_cells)
-        end = request.num_cells + count
+        count = min(want, len(held.pages) * self._limits.page_size - start)
+        end = start + count
         if count and self.memory.takes_snapshots and end % self._limits.page_size == 0:
-            self.memory.snapshots.save(request, end)
+            self.memory.save(request, end)
         if count and self.memory.keeps_windows:
             self._chunked.append(request)
-        if self._limits.draft_tokens and end == request.target:
+        if self._limits.draft_tokens and end == target:
             self._add_spare(request)
         return count
 
@@ -238,13 +241,14 @@ class RunningRequests:
         decodes, or finishes.
         """
         for request, count in chunks:
-            request.num_cells += count
-            request.last_step = record.step
-            request.sent_pages, request.sent_window_first = len(request.pages), request.window_first
-            if request.num_cells < request.target:
+            held, run = request.held, request.run
+            held.fill(held.num_cells + count)
+            run.join(record.step)
+            run.send(len(held.pages), held.windows.first)
+            if held.num_cells < run.target:
                 continue
             self.extending.remove(request)
-            if request.num_cells >= request.final_seq_len:
+            if held.num_cells >= run.final_seq_len:
                 record.add_finishing(request)
             else:
                 self.rows.append(request, self._limits.page_size)
@@ -280,8 +284,8 @@ class RunningRequests:
         """Allocate KV slots for the draft tokens after a prompt's last chunk, if unreserved pages
         are free.
         """
-        wanted = min(request.target + self._spare, request.most_cells)
-        pages = self.memory.pages_for(wanted) - len(request.pages)
+        wanted = min(request.run.target + self._spare, request.run.most_cells)
+        pages = self.memory.pages_for(wanted) - len(request.held.pages)
         if 0 < pages <= self.memory.room - self._promised():
             self.memory.grow(request, pages)
 
@@ -299,7 +303,7 @@ class RunningRequests:
         full = np.flatnonzero(rows.seq_lens[chosen] == rows.allocated_lens[chosen]).tolist()
         if not full:
             return None
-        places, save = np.zeros(len(chosen), dtype=np.int32), self.memory.snapshots.save
+        places, save = np.zeros(len(chosen), dtype=np.int32), self.memory.save
         for index in full:
             row = chosen[index]
             places[index] = save(rows.requests[row], int(rows.seq_lens[row]))
@@ -316,11 +320,11 @@ class RunningRequests:
         if self.sliced is not None and self.sliced.holds(request):
             self._leave_sliced(self.sliced, request)
             return
-        record = self.in_flight.naming(request.last_step)
+        record = self.in_flight.naming(request.run.last_step)
         if record is None:
             self._release(request)
             return
-        request.leaving = True
+        request.run.leave()
         record.released.append(request)
         self.in_flight.mark_stale()
 
@@ -345,25 +349,30 @@ class RunningRequests:
 
     def audit(self) -> None:
         """Raise AssertionError if a page, request slot, snapshot or window page is lost or held
-        twice. O(num_pages).
+        twice, or if a request that has ended is still known. O(num_pages).
         """
         holders = self.holders()
         self.memory.audit(self.page_holders())
-        slots = sorted(self._free_slots + [request.slot for request in holders])
+        slots = sorted(self._free_slots + [request.run.slot for request in holders])
         assert slots == list(range(1, self._limits.max_requests + 1)), f"slots lost or held twice: {slots}"
+        self._in_batch_prefixes.audit()
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of a request that has ended."""
+        self._in_batch_prefixes.forget(request)
 
     def _follows(self, request: Request) -> bool:
         if not self.memory.caches or request.needs_prefill or request.embeds is not None:
             return False
         leader = request.leader
-        if leader is None or leader.prompt_published or leader.state is State.FINISHED:
+        if leader is None or leader.held.prompt_published or leader.state is State.FINISHED:
             return self._in_batch_prefixes.must_wait(request)
         return True
 
     def _own_pages(self, request: Request) -> int:
         """Return the number of pages that a passed-over request will need in addition to the shared
         ones that it waits for."""
-        awaited = request.awaited
+        awaited = self._in_batch_prefixes.awaited(request)
         common = len(request.prompt_ids) // self._limits.page_size if awaited is None else awaited.pages
         return max(1, self.memory.pages_for(request.num_tokens) - common)
 
@@ -377,22 +386,17 @@ class RunningRequests:
         steps = len(self) * self.memory.pages_for(self.reach)
         if not (self._limits.sliced_layers or self.memory.takes_snapshots):
             return steps
-        return steps + sum(self.memory.pages_for(each.target) - len(each.pages) for each in self.extending)
+        return steps + sum(self.memory.pages_for(each.run.target) - len(each.held.pages) for each in self.extending)
 
     def _start(self, request: Request) -> None:
         if request.scores_prompt:
             request.prompt_logprobs.clear()
             request.scored_tokens = 0
         if request.cached_tokens < 0:
-            request.begin_with(request.num_cells)
-        request.final_seq_len = self.final_len(request)
-        request.most_cells = min(request.final_seq_len + self._beyond, self._limits.max_model_len)
-        request.target = request.num_tokens
-        request.slot = self._free_slots.pop()
-        request.sent_pages = 0
-        request.last_step = -1
+            request.begin_with(request.held.num_cells)
+        self.limit(request)
+        request.run.begin(self._free_slots.pop(), request.num_tokens)
         request.state = State.EXTENDING
-        request.awaited = None
         if request.embeds is None:
             self._in_batch_prefixes.add(request)
         insort(self.extending, request, key=by_turn)
@@ -416,16 +420,17 @@ class RunningRequests:
         memory = self.memory
         released = [request for record in self.in_flight for request in record.released]
         released += () if self.sliced is None else self.sliced.released
-        pages = memory.available + sum(len(request.pages) for request in released)
-        windows = memory.windows.available + memory.windows.kept + sum(len(each.window_pages) for each in released)
+        pages = memory.available + sum(len(request.held.pages) for request in released)
+        windows = memory.windows.available + memory.windows.kept
+        windows += sum(len(request.held.windows.pages) for request in released)
         return pages >= count and (windows >= count or not memory.keeps_windows)
 
     def _slide_rows(self, rows: list[int]) -> None:
         """Free the window pages that later steps do not see, for decode rows that start a page."""
         for row in rows:
             request = self.rows.requests[row]
-            self.memory.windows.slide(request, int(self.rows.seq_lens[row]))
-            self.rows.window_starts[row] = request.window_first * self._limits.page_size
+            self.memory.windows.slide(request.held.windows, int(self.rows.seq_lens[row]))
+            self.rows.window_starts[row] = request.held.windows.first * self._limits.page_size
 
     def _retract(self, victim: Request) -> None:
         """Preempt a request: return it to its position in the queue. It will prefill its prompt and
@@ -440,6 +445,5 @@ class RunningRequests:
 
     def _release(self, request: Request) -> None:
         self.arrivals.give_back(request)
-        self._free_slots.append(request.slot)
-        request.slot = 0
-        request.leaving = False
+        self._free_slots.append(request.run.slot)
+        request.run.end()

@@ -187,7 +187,7 @@ class Scheduler:
         """
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         for request in record.requests:
-            request.is_broken = True
+            request.held.spoil()
         outputs = [self.end(each, "error", error=text) for each in record.requests if each.state is not State.FINISHED]
         self._close(record)
         self.running.release(record)
@@ -210,9 +210,10 @@ class Scheduler:
 
     def audit(self) -> None:
         """Raise AssertionError if a page, request slot, snapshot or window page is lost or held
-        twice. O(num_pages).
+        twice, or if a request that has ended is still known. O(num_pages).
         """
         self.running.audit()
+        self._builder.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
         if request.is_remote:
@@ -283,7 +284,7 @@ class Scheduler:
 
     def _open_record(self, chunks: list[Chunk]) -> BatchRecord:
         self._step += 1
-        spans = [(request.num_cells, request.num_cells + count) for request, count in chunks]
+        spans = [(request.held.num_cells, request.held.num_cells + count) for request, count in chunks]
         self._prompt_tokens += sum(end - start for start, end in spans)
         record = BatchRecord(self._step, self._builder.requests, self._builder.slots, spans)
         self.in_flight.open(record)
@@ -300,7 +301,7 @@ class Scheduler:
         requests = [rows.requests[row] for row in last.tolist()]
         rows.remove_rows(last.tolist())
         for request in requests:
-            record = self.in_flight.naming(request.last_step)
+            record = self.in_flight.naming(request.run.last_step)
             assert record is not None
             record.add_finishing(request)
 
@@ -313,8 +314,9 @@ class Scheduler:
         record = self._open_record([(request, len(request.prompt_ids)) for request in chosen])
         for request in chosen:
             self._embedding.remove(request)
-            request.state = State.EXTENDING
-            request.last_step, request.cached_tokens, request.leaving = record.step, 0, True
+            request.state, request.cached_tokens = State.EXTENDING, 0
+            request.run.join(record.step)
+            request.run.leave()
         return batch
 
     def _close(self, record: BatchRecord) -> None:
@@ -345,7 +347,7 @@ class Scheduler:
         outputs = []
         for request, start, end, made in zip(requests, offsets, offsets[1:], proposed, strict=False):
             run = tokens[start:end]
-            if request.matcher is None and not request.leaving and request.stop_ids.isdisjoint(run):
+            if request.matcher is None and not request.run.leaving and request.stop_ids.isdisjoint(run):
                 request.output_ids += run
                 output = request.output(run)
             else:
@@ -365,7 +367,8 @@ class Scheduler:
         proposed = None if result.proposed is None else result.proposed.tolist()
         decodes = len(record.requests) - len(record.spans)
         for row, request in enumerate(record.requests[first:], start=first):
-            request.is_broken = request.is_broken or bad[row]
+            if bad[row]:
+                request.held.spoil()
             if request.state is State.FINISHED:
                 self._stale_rows += 1
                 continue
@@ -394,17 +397,15 @@ class Scheduler:
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:
         start, end = span
         take_prompt_logprobs(request, result.prompt_logprobs.get(row), start, end)
-        if request.leaving:
-            return
-        self.running.memory.publish(request, end)
-        request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
+        if not request.run.leaving:
+            self.running.memory.publish(request, end)
 
     def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
         """Take the tokens that a request emitted in a step, up to the token that ends it. Returns
         its output; the request may have ended. `start` is the index of the first token in
         `logprobs` (None: the step has no log-probabilities).
         """
-        room, wanted = request.final_seq_len + 1 - request.num_tokens, request.params.logprobs
+        room, wanted = request.run.final_seq_len + 1 - request.num_tokens, request.params.logprobs
         kept, refused = up_to_end(request, run[:room])
         request.output_ids += kept
         output = request.output(kept)
@@ -449,11 +450,13 @@ class Scheduler:
             self._queue_of(request).remove(request)
         elif request.state is State.ARRIVING:
             self.running.arrivals.leave(request)
-        elif not request.leaving:
+        elif not request.run.leaving:
             self.running.leave(request)
-        elif self.in_flight.naming(request.last_step) is not None:
+        elif self.in_flight.naming(request.run.last_step) is not None:
             self.in_flight.mark_stale()
         request.state = State.FINISHED
-        request.matcher = request.change = request.awaited = None
+        request.matcher = request.change = None
+        self.running.forget(request)
+        self._builder.forget(request)
         output.finish_reason, output.stop_cause, output.error = reason, cause, error
         return output

@@ -48,7 +48,7 @@ class SlicedPrompt:
         """Note that the request has ended or was preempted. It keeps its slot and pages until the
         device has finished with them.
         """
-        request.leaving = True
+        request.run.leave()
         self.released.append(request)
 
     @property

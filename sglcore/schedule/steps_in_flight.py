@@ -59,7 +59,7 @@ class BatchRecord:
         """Note that this step emits the request's last token. Its request slot and pages are
         released when the step is collected.
         """
-        request.leaving = True
+        request.run.leave()
         self.finishing.append(request)
         self.released.append(request)
 

@@ -196,7 +196,7 @@ class Steered:
 
     def steer(self, rows: DraftRows, tokens: Tensor, parents: list[list[int]]) -> Tensor:
         """Put correct tokens on a path from the root, for a random number of steps."""
-        by_slot = {each.slot: text for each, text in zip(self.requests, self.texts, strict=True)}
+        by_slot = {each.run.slot: text for each, text in zip(self.requests, self.texts, strict=True)}
         steered = tokens.tolist()
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             following, own, at = by_slot.get(slot, [])[length + 1 :], steered[row], 0

@@ -14,6 +14,7 @@ from sglcore.engine.disaggregation.prefill_side import PromptSide
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal, unpack_logprobs
 from sglcore.sampling.params import SamplingError, SamplingParams
 from sglcore.sampling.plain_params import pack_params
+from sglcore.schedule.cache.request_pages import Held
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.worker.model_worker import TokenLogprobs
@@ -40,7 +41,7 @@ class Played:
         self.told.append(peer)
 
     def add(self, name: str, prompt: np.ndarray, *given: Any, **named: Any) -> list[Any]:
-        return [SimpleNamespace(num_cells=0, prompt_ids=prompt, output_ids=[], pages=[], finish_reason=None)]
+        return [SimpleNamespace(held=Held(), prompt_ids=prompt, output_ids=[], finish_reason=None)]
 
     def abort(self, name: str) -> list[EngineOutput]:
         self.aborted.append(name)
@@ -104,10 +105,9 @@ class Prompted(Played):
         self.released: list[Any] = []
         self.remote = SimpleNamespace(arrivals=SimpleNamespace(let_go=self.released.append))
         self.request = SimpleNamespace(
-            num_cells=0,
+            held=Held(),
             prompt_ids=np.arange(14),
             output_ids=[],
-            pages=[],
             finish_reason=None,
             logprobs=[],
             prompt_logprobs=[],
@@ -154,7 +154,7 @@ def test_a_prompt_of_a_peer_is_a_request_of_one_token(least: int) -> None:
 def test_pages_are_sent_once_they_are_full_and_the_last_one_with_the_first_token(first_page: int) -> None:
     played, side = prompted(first_page=first_page)
     request, sent = played.request, list[int]()
-    request.pages = [10, 11, 12, 13]
+    request.held.pages = [10, 11, 12, 13]
     for cells, tokens, full in (
         (3, [], 0),
         (4, [], 1),
@@ -164,7 +164,7 @@ def test_pages_are_sent_once_they_are_full_and_the_last_one_with_the_first_token
         (15, [9], 4),
         (16, [9], 4),
     ):
-        request.num_cells, request.output_ids = cells, tokens
+        request.held.num_cells, request.output_ids = cells, tokens
         side.end([])
         sent = list(range(first_page, full))
         assert [page for _, _, pages, _ in played.written for page in pages] == [10 + each for each in sent]
@@ -183,9 +183,9 @@ def test_pages_are_sent_once_they_are_full_and_the_last_one_with_the_first_token
 def test_the_first_token_is_told_when_all_pages_are_read(cached: int, fails: bool, wanted: First | Refusal) -> None:
     played, side = prompted()
     request = played.request
-    request.pages, request.num_cells, request.cached_tokens = [10, 11, 12, 13], 8, cached
+    request.held.pages, request.held.num_cells, request.cached_tokens = [10, 11, 12, 13], 8, cached
     side.end([])
-    request.num_cells, request.output_ids = 14, [9]
+    request.held.num_cells, request.output_ids = 14, [9]
     side.end([EngineOutput("@2:5", 3, [9], "length")])
     first, last = played.transfers
     last.progress = Progress.DONE
@@ -200,7 +200,7 @@ def test_the_first_token_is_told_when_all_pages_are_read(cached: int, fails: boo
 def test_a_prompt_that_fails_is_refused_and_none_of_its_pages_are_sent(refused: bool) -> None:
     played, side = prompted()
     request = played.request
-    request.pages, request.num_cells, request.finish_reason = [10, 11, 12, 13], 12, "error"
+    request.held.pages, request.held.num_cells, request.finish_reason = [10, 11, 12, 13], 12, "error"
     side.end([EngineOutput("@2:5", 3, [], "error", None, "no room", refused=refused)])
     assert played.answers == [Refusal(5, "the prompt engine: no room", refused=refused)] and not played.written
 
@@ -222,8 +222,8 @@ def test_pages_beyond_the_prompt_are_not_sent(tokens: int, cells: int) -> None:
     """A step that runs ahead may already have a cell for the token after the first one."""
     played, side = prompted(first_page=0)
     request = played.request
-    request.prompt_ids, request.pages = np.arange(tokens), [10, 11, 12, 13, 14]
-    request.num_cells, request.output_ids = cells, [9]
+    request.prompt_ids, request.held.pages = np.arange(tokens), [10, 11, 12, 13, 14]
+    request.held.num_cells, request.output_ids = cells, [9]
     side.end([])
     assert [pages for _, _, pages, _ in played.written] == [[10, 11, 12, 13]]
 
@@ -231,11 +231,11 @@ def test_pages_beyond_the_prompt_are_not_sent(tokens: int, cells: int) -> None:
 def test_pages_that_a_preempted_request_does_not_have_yet_are_not_sent() -> None:
     played, side = prompted(first_page=0)
     request = played.request
-    request.pages, request.num_cells = [10], 12
+    request.held.pages, request.held.num_cells = [10], 12
     side.end([])
     side.end([])
     assert [pages for _, _, pages, _ in played.written] == [[10]]
-    request.pages = [20, 21, 22]
+    request.held.pages = [20, 21, 22]
     side.end([])
     assert [(pages, target) for _, _, pages, target in played.written[1:]] == [([21, 22], [1, 2])]
 
@@ -245,9 +245,9 @@ def test_of_a_prompt_that_its_peer_ends_no_more_pages_and_no_answer_are_sent(is_
     """Its pages are released when those on their way have been read."""
     played, side = prompted(first_page=0)
     request = played.request
-    request.pages, request.num_cells = [10, 11, 12, 13], 4
+    request.held.pages, request.held.num_cells = [10, 11, 12, 13], 4
     side.end([])
-    request.num_cells = 12
+    request.held.num_cells = 12
     played.news.append(Told(2, lost="it is gone") if is_lost else Told(2, cancelled=5))
     side.begin(0.0)
     side.end([])
@@ -272,7 +272,7 @@ def test_the_first_token_brings_the_log_probabilities_of_the_prompt_and_of_itsel
 
     played, side = prompted()
     request = played.request
-    request.pages, request.num_cells, request.output_ids = [10, 11, 12, 13], 14, [9]
+    request.held.pages, request.held.num_cells, request.output_ids = [10, 11, 12, 13], 14, [9]
     request.logprobs, request.prompt_logprobs = [scored(9)], [scored(1, 2), scored(3)]
     side.end([EngineOutput("@2:5", 3, [9], "length")])
     played.transfers[0].progress = Progress.DONE

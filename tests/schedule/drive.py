@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sglcore.schedule.cache.in_batch_prefix import Awaited
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
@@ -60,6 +61,10 @@ class Drive:
                 return count
             self.step()
         raise AssertionError(f"still working after {most} steps: {self.scheduler.stats()}")
+
+    def awaited(self, request: Request) -> Awaited | None:
+        """What the waiting request waits for, or None."""
+        return self.scheduler.running._in_batch_prefixes.awaited(request)
 
     def alone(self, request: Request) -> list[int]:
         """The request's output when it runs alone."""

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from sglcore.schedule.cache import in_batch_prefix
-from sglcore.schedule.request import Awaited, Request
-from sglcore.schedule.request_output import EngineOutput
+from sglcore.schedule.cache.in_batch_prefix import Awaited
+from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import MOST_PASSED_OVER, RunningRequests
-from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
 from tests.schedule.trace import draw_trace, play
 
@@ -64,7 +63,8 @@ def test_of_several_that_run_the_one_with_the_longest_common_beginning_is_waited
     running = [drive.add(f"r{first}", [first, *COMMON], 3) for first in range(3)]
     waiting = drive.add("w", [1, *COMMON, 1, 1], 3)
     drive.step()
-    assert waiting.awaited is not None and waiting.awaited.request is running[1]
+    awaited = drive.awaited(waiting)
+    assert awaited is not None and awaited.request is running[1]
     drive.run()
 
 
@@ -75,7 +75,7 @@ def test_what_is_cached_already_is_no_part_of_what_waiting_must_save() -> None:
     drive.run()
     first, second = add_alike(drive, 2, [*cached, *COMMON[:64]], 180)
     drive.step()
-    assert second.awaited == Awaited(first, 464 // 4)
+    assert drive.awaited(second) == Awaited(first, 464 // 4)
     drive.run()
 
 
@@ -94,12 +94,12 @@ def test_who_waits_waits_for_every_common_page_and_for_none_besides(common: int,
     first = drive.add("a", COMMON[:common] + [6] * 9, 9)
     second = drive.add("b", COMMON[:common] + [7] * 9, 2)
     drive.step()
-    assert second.awaited == Awaited(first, pages)
+    assert drive.awaited(second) == Awaited(first, pages)
     must_wait = drive.scheduler.running._in_batch_prefixes.must_wait
     for shared, waits in ((pages - 1, True), (pages, False)):
-        first.shared = shared
+        first.held.shared = shared
         assert must_wait(second) is waits
-    first.shared = 0
+    first.held.shared = 0
     drive.run()
     assert second.cached_tokens == 4 * pages
 
@@ -112,7 +112,7 @@ def test_who_waits_does_not_wait_for_a_page_that_would_not_be_taken(lookahead: i
     first = drive.add("a", COMMON[:68] + [6] * 30, 9)
     second = drive.add("b", COMMON[:68] + [0] * own, 2)
     drive.step()
-    assert second.awaited == Awaited(first, pages)
+    assert drive.awaited(second) == Awaited(first, pages)
     drive.run()
     assert second.cached_tokens == 4 * pages
 
@@ -124,7 +124,7 @@ def test_of_several_who_compute_the_same_the_first_is_waited_for() -> None:
     third = drive.add("b", [*COMMON, 2, 2], 2)
     drive.step()
     assert drive.worker.rids[0] == ["a", "scores"]
-    assert third.awaited == Awaited(first, 24)
+    assert drive.awaited(third) == Awaited(first, 24)
     drive.run()
 
 
@@ -151,42 +151,43 @@ class KeepsAwaitedAtStart(RunningRequests):
     """Mutant: a running request keeps naming the request that it waited for."""
 
     def _start(self, request: Request) -> None:
-        awaited = request.awaited
+        awaited = dict(self._in_batch_prefixes._awaited)
         super()._start(request)
-        request.awaited = awaited
+        self._in_batch_prefixes._awaited |= awaited
 
 
-class KeepsAwaitedAtEnd(Scheduler):
+class KeepsAwaitedAtEnd(RunningRequests):
     """Mutant: so does an aborted request."""
 
-    def abort(self, rid: str) -> EngineOutput | None:
-        request = self.requests[rid]
-        awaited, output = request.awaited, super().abort(rid)
-        request.awaited = awaited
-        return output
+    def forget(self, request: Request) -> None:
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("mutant", [None, KeepsAwaitedAtStart, KeepsAwaitedAtEnd])
 def test_who_runs_or_has_ended_waits_for_nobody(mutant: type | None) -> None:
     drive = wide()
     if mutant is not None:
-        part: Any = drive.scheduler if issubclass(mutant, Scheduler) else drive.scheduler.running
-        part.__class__ = mutant
+        drive.scheduler.running.__class__ = mutant
     _, starts, ends = add_alike(drive, 3)
     drive.step()
-    assert starts.awaited and ends.awaited
+    assert drive.awaited(starts) and drive.awaited(ends)
     drive.scheduler.abort(ends.rid)
+    if mutant is not None:
+        with pytest.raises(AssertionError, match="still wait for a common prefix"):
+            drive.step(2)
+        return
     drive.step(2)
-    assert (starts.awaited is ends.awaited is None) is (mutant is None)
+    assert drive.awaited(starts) is drive.awaited(ends) is None
     drive.run()
+    assert not drive.scheduler.running._in_batch_prefixes._compared
 
 
 def test_who_starts_anew_is_no_duplicate_any_more() -> None:
     drive = wide()
     first, second = add_alike(drive, 2)
-    first.is_duplicate = True
+    first.held.is_duplicate = True
     drive.step()
-    assert not first.is_duplicate and second.awaited == Awaited(first, 24)
+    assert not first.held.is_duplicate and drive.awaited(second) == Awaited(first, 24)
     drive.run()
 
 

@@ -1,15 +1,19 @@
 """The radix tree of pages: matching, locking and eviction order, compared with a plain set of
-prefixes."""
+prefixes; and the positions of requests in it."""
 
 from __future__ import annotations
 
 import heapq
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.cache.prefix_cache import SLACK, Node, PrefixCache
+from sglcore.schedule.request import Request
+from tests.schedule.drive import Drive
 
 
 def tokens(*ids: int) -> np.ndarray:
@@ -143,3 +147,42 @@ def test_random_use_agrees_with_a_plain_set_of_prefixes(seed: int) -> None:
         known = {prefix: page for prefix, page in known.items() if page not in gone}
         assert sorted(pages_of(cache.nodes())) == sorted(known.values())
         assert cache.num_pages == cache.num_unused == len(known)
+
+
+class ForgetsNothing(BatchBuilder):
+    """Mutant: keeps what it knows of requests that have ended."""
+
+    def forget(self, request: Request) -> None:
+        """Do nothing."""
+
+
+def make_drive() -> Drive:
+    return Drive(overlap=False, draft_tokens=2, takes_proposals=True, keeps_history=True, allows_mixed_batches=False)
+
+
+def known(drive: Drive) -> set[Request]:
+    """The requests whose position in the prefix cache is known."""
+    proposals: Any = drive.scheduler._builder._proposals
+    return set(proposals._standings)
+
+
+def test_a_position_is_kept_while_the_request_runs() -> None:
+    drive = make_drive()
+    drive.add("before", 12, 4)
+    drive.run()
+    requests = [drive.add(rid, 12, 12) for rid in ("one", "two")]
+    drive.step(6)
+    assert known(drive) == set(requests)
+    drive.scheduler.abort("one")
+    assert known(drive) == {requests[1]}
+    drive.run()
+    assert not known(drive)
+
+
+def test_a_position_of_a_request_that_has_ended_is_noticed() -> None:
+    drive = make_drive()
+    drive.scheduler._builder.__class__ = ForgetsNothing
+    drive.add("before", 12, 4)
+    drive.add("one", 12, 12)
+    with pytest.raises(AssertionError, match="have ended and still have a position"):
+        drive.run()

@@ -195,6 +195,6 @@ def test_a_step_s_tokens_are_those_of_the_slots_whose_rows_emit() -> None:
     """A chunk that got too few pages precedes one that is complete."""
     builder, requests = BatchBuilder(make_limits(), compose, 0), [Drive().make("a", 9), Drive().make("b", 4)]
     for slot, request in enumerate(requests, start=2):
-        request.slot, request.target, request.pages = slot, len(request.prompt_ids), [slot]
+        request.run.slot, request.run.target, request.held.pages = slot, len(request.prompt_ids), [slot]
     batch = builder.build(1, DecodeRows(4), np.zeros(0, np.intp), [(request, 4) for request in requests], 0)
     assert batch.emits.tolist() == [False, True] and builder.slots.tolist() == [3]

@@ -139,5 +139,5 @@ def test_the_rest_of_a_long_prompt_is_promised_where_others_have_turns() -> None
     long = found.add("long", 100, 1)
     while not found.worker.waits:
         found.loop.step()
-    left = 100 - len(long.pages)
+    left = 100 - len(long.held.pages)
     assert left > 50 and found.scheduler.running._promised() >= left

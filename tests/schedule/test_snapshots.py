@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglcore.schedule.cache.in_batch_prefix import Awaited
 from sglcore.schedule.prompt_embeds import PromptEmbeds
-from sglcore.schedule.request import Awaited, Request
+from sglcore.schedule.request import Request
 from tests.schedule.drive import Drive
 
 SYSTEM = [(3 * index) % 5 for index in range(96)]
@@ -112,7 +113,7 @@ def test_who_comes_while_a_long_prompt_is_computed_has_its_state_at_the_common_e
     drive.step(2)
     late = drive.add("late", [*SYSTEM, 2, 2], 2)
     drive.step()
-    assert late.awaited == Awaited(first, 24)
+    assert drive.awaited(late) == Awaited(first, 24)
     drive.run()
     assert late.cached_tokens == 96
 
@@ -121,11 +122,11 @@ def test_who_comes_when_the_state_at_the_common_end_is_planned_waits_and_asks_no
     drive = make_drive(max_batch_tokens=32)
     first = drive.add("first", [*SYSTEM, *[1] * 90], 2)
     late = drive.add("late", [*SYSTEM, 2, 2], 2)
-    while first.num_cells < 96:
+    while first.held.num_cells < 96:
         drive.step()
     last = drive.add("last", [*SYSTEM, 3, 3], 2)
     drive.step()
-    assert last.awaited == Awaited(first, 24)
+    assert drive.awaited(last) == Awaited(first, 24)
     drive.run()
     assert (late.cached_tokens, last.cached_tokens) == (96, 96)
 
@@ -138,7 +139,7 @@ def test_who_comes_after_the_common_end_was_passed_takes_the_deepest_state_or_no
     drive.step(steps)
     late = drive.add("late", [*SYSTEM[:80], 2, 2], 2)
     drive.step(1)
-    assert late.awaited is None
+    assert drive.awaited(late) is None
     drive.run()
     assert late.cached_tokens == 0
 
@@ -174,7 +175,7 @@ def test_where_all_places_are_held_by_requests_others_go_on_without() -> None:
     assert drive.scheduler.stats().free_snapshots == 0
     second = drive.add("second", [1] * 21, 3)
     drive.step(2)
-    assert drive.worker.rids[-1] == ["first", "second"] and second.num_cells >= 21
+    assert drive.worker.rids[-1] == ["first", "second"] and second.held.num_cells >= 21
     drive.run()
 
 
@@ -256,11 +257,11 @@ def test_embeddings_leave_nothing_and_nobody_waits_for_them(keeps_state: bool) -
     embeds = PromptEmbeds(np.zeros((96, 2)), SYSTEM)
     first, text = drive.add("first", SYSTEM, 20, embeds=embeds), drive.add("text", SYSTEM, 3)
     for _ in range(20):
-        assert text.awaited is None
+        assert drive.awaited(text) is None
         drive.step()
         stats = drive.scheduler.stats()
         held = stats.num_snapshots - stats.free_snapshots - stats.cached_snapshots
-        assert held <= len(text.snapshots), "the text's alone"
+        assert held <= len(text.held.states.places), "the text's alone"
     drive.run()
     assert (first.cached_tokens, text.cached_tokens) == (0, 0)
     assert run_one(drive, "again", SYSTEM).cached_tokens == 92

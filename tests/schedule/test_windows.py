@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from sglcore.core.errors import ConfigError
+from sglcore.schedule.cache.in_batch_prefix import Awaited
 from sglcore.schedule.cache.prefix_cache import Node
 from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.prompt_embeds import PromptEmbeds
-from sglcore.schedule.request import Awaited, Request
+from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.schedule.drive import Drive
@@ -204,7 +205,7 @@ def test_who_comes_in_the_step_that_passes_the_common_end_still_has_its_window()
     drive.step()
     late = drive.add("late", [*SYSTEM, 2, 2], 2)
     drive.step()
-    assert late.awaited == Awaited(first, 24) or late.cached_tokens == 96
+    assert drive.awaited(late) == Awaited(first, 24) or late.cached_tokens == 96
     drive.run()
     assert late.cached_tokens == 96
 
@@ -215,7 +216,7 @@ def test_who_comes_after_the_window_was_given_back_computes_its_prompt() -> None
     drive.step(2)
     late = drive.add("late", [*SYSTEM[:80], 2, 2], 2)
     drive.step()
-    assert late.awaited is None
+    assert drive.awaited(late) is None
     drive.run()
     assert late.cached_tokens == 0
 
@@ -288,7 +289,7 @@ def test_who_begins_with_cached_window_pages_needs_room_for_those_that_it_is_the
     run_one(drive, "a", SYSTEM[:12])
     path = memory.cache.match(np.array(SYSTEM[:13], dtype=np.int32))
     for index in range(users):
-        memory.windows.restore(drive.make(f"r{index}", 13), path)
+        memory.windows.restore(drive.make(f"r{index}", 13).held.windows, path, set())
     assert drive.scheduler.stats().cached_window_pages == 3
     rooms = [memory.windows.has_room(path, missing, promised) for missing, promised in ((9, 5), (9, 6), (1, 6), (0, 6))]
     assert rooms == [True, False, False, True]
@@ -300,7 +301,7 @@ def test_nobody_is_admitted_to_the_window_page_that_a_running_request_needs_next
     drive.step(30)
     newcomer = drive.add("new", 12, 2)
     drive.step(2)
-    assert newcomer.slot == 0
+    assert newcomer.run.slot == 0
     drive.run()
     assert drive.scheduler.stats().retractions == 0
 

@@ -277,7 +277,7 @@ def _check_promises(outcome: Outcome) -> None:
     """After an admission, the free pages cover the known tokens of all prompts and one step of each
     other running request."""
     memory, running = outcome.scheduler.running.memory, outcome.scheduler.running
-    owed = sum(memory.pages_for(request.num_tokens) - len(request.pages) for request in running.extending)
+    owed = sum(memory.pages_for(request.num_tokens) - len(request.held.pages) for request in running.extending)
     step = memory.pages_for(1 + 2 * outcome.trace.limits.draft_tokens)
     promised = owed + (len(_computing(outcome)) - 1) * step
     assert promised <= memory.available, f"{promised} pages are promised, {memory.available} are there"
@@ -305,7 +305,9 @@ def check(outcome: Outcome) -> None:
     for _, request in outcome.trace.arrivals:
         assert outcome.finishes.get(request.rid) == 1, f"{request.rid} ended {outcome.finishes.get(request.rid)} times"
         assert outcome.tokens.get(request.rid, []) == request.output_ids, f"{request.rid}: outputs and results differ"
-        assert not request.pages and not request.window_pages and not request.kept_windows, f"{request.rid} holds pages"
+        assert not request.held.pages and not request.held.windows.pages and not request.held.windows.kept, (
+            f"{request.rid} holds pages"
+        )
         _check_request(outcome, request)
 
 

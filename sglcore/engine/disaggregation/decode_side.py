@@ -145,7 +145,7 @@ class DecodeSide:
             return []
         if isinstance(message, Refusal):
             return [remote.fail(request.rid, message.error, refused=True)]
-        request.begin_with(max(message.cached_tokens, request.num_cells))
+        request.begin_with(max(message.cached_tokens, request.held.num_cells))
         request.prompt_logprobs = [unpack_logprobs(each) for each in message.prompt_logprobs]
         request.scored_tokens = sum(len(each.chosen) for each in request.prompt_logprobs)
         found = unpack_logprobs(message.logprobs) if message.logprobs else None
@@ -190,7 +190,7 @@ class DecodeSide:
         return []
 
     def _send(self, peer: int, request: Request, tries: int = 1) -> None:
-        pages = np.array(request.pages[request.shared :], np.int32)
+        pages = np.array(request.held.pages[request.held.shared :], np.int32)
         lease = self._transfer.offer(peer, pages)
         self._claims[lease] = Claim(peer, request, tries)
         ask = Ask(
@@ -199,7 +199,7 @@ class DecodeSide:
             pack_params(request.params),
             request.seed,
             request.sample_index,
-            request.shared,
+            request.held.shared,
             pages.astype("<i4").tobytes(),
         )
         self._transfer.tell(peer, msgspec.msgpack.encode(ask))

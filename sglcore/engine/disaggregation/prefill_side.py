@@ -144,11 +144,11 @@ class PromptSide:
         last page, which may be partly filled. A preempted request computes its tokens again; pages
         that were sent are not sent again."""
         request, size = job.request, self._engine.limits.page_size
-        cells = min(request.num_cells, len(request.prompt_ids))
+        cells = min(request.held.num_cells, len(request.prompt_ids))
         full = -(-cells // size) if request.output_ids else cells // size
-        if min(full, len(request.pages)) <= job.sent or request.finish_reason == "error":
+        if min(full, len(request.held.pages)) <= job.sent or request.finish_reason == "error":
             return
-        source = np.array(request.pages[job.sent : full], np.int32)
+        source = np.array(request.held.pages[job.sent : full], np.int32)
         start = job.sent - job.first_page
         target = job.target[start : start + len(source)]
         job.transfers.append(self._transfer.write(job.peer, job.lease, source, target))

@@ -4,10 +4,12 @@ wait until it is cached.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from sglcore.schedule.cache.request_pages import Memory
-from sglcore.schedule.request import Awaited, Ints, Request, State
+from sglcore.schedule.request import Ints, Request, State
 
 LEAST_TOKENS = 64
 """Shorter common prefixes are not worth the wait: to prefill them costs less than to wait for the
@@ -19,37 +21,73 @@ MOST_COMPARED = 8
 """Number of running prompts, the youngest ones, with which a waiting prompt is compared."""
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What a waiting request waits for: the running `request` prefills the first `pages` pages of
+    their common prefix.
+    """
+
+    request: Request
+    pages: int
+
+
 class InBatchPrefixes:
     """Tells which waiting requests should wait until a running one has prefilled their common
     prefix (`must_wait`). Knows the running requests that `add` noted and whose prompts are not
-    cached yet.
+    cached yet, and what each waiting request waits for.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._computing: list[Request] = []
         self._version = 0
+        self._awaited: dict[Request, Awaited] = {}
+        # The `_version` at which each request was last compared with the running prompts. It stays
+        # until the request ends, because a preempted one is compared only with newer ones.
+        self._compared: dict[Request, int] = {}
+
+    def awaited(self, request: Request) -> Awaited | None:
+        """Return what the request waits for, or None."""
+        return self._awaited.get(request)
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of a request that has ended."""
+        self._awaited.pop(request, None)
+        self._compared.pop(request, None)
+
+    def audit(self) -> None:
+        """Raise AssertionError if a request that does not wait still waits for another one, or if
+        one that has ended is still known."""
+        kept = [request.rid for request in self._awaited if request.state is not State.WAITING]
+        kept += [request.rid for request in self._compared if request.state is State.FINISHED]
+        assert not kept, f"requests {kept} still wait for a common prefix"
 
     def add(self, request: Request) -> None:
-        """Note that an admitted request starts its prefill."""
+        """Note that an admitted request starts its prefill and waits no longer."""
+        self._awaited.pop(request, None)
         self._computing = [*(other for other in self._computing if other is not request and _computes(other)), request]
         self._version += 1
 
     def must_wait(self, request: Request) -> bool:
         """Return whether a waiting request should wait until a running one has prefilled their
-        common prefix. Sets `request.awaited`, and asks the running request to keep what the prefix
-        needs. A request is compared at most once for each admission.
+        common prefix. It then has an `awaited`, and the running request is asked to keep what
+        the prefix needs. A request is compared at most once for each admission.
         """
-        if request.awaited is not None and self._goes_on(request.awaited):
+        awaited, compared = self._awaited.get(request), self._compared.get(request, 0)
+        if awaited is not None and self._goes_on(awaited):
             return True
-        if request.compared == self._version:
+        if compared == self._version:
             return False
         # Compare only with requests that are new: an older one that was not worth the wait has less
         # left to share now.
-        new = MOST_COMPARED if request.awaited else min(self._version - request.compared, MOST_COMPARED)
-        request.compared = self._version
-        request.awaited = self._find(request, self._computing[-new:])
-        return request.awaited is not None
+        new = MOST_COMPARED if awaited else min(self._version - compared, MOST_COMPARED)
+        self._compared[request] = self._version
+        found = self._find(request, self._computing[-new:])
+        if found is None:
+            self._awaited.pop(request, None)
+            return False
+        self._awaited[request] = found
+        return True
 
     def _goes_on(self, awaited: Awaited) -> bool:
         return _computes(awaited.request) and self._memory.will_share(awaited.request, awaited.pages)
@@ -92,4 +130,4 @@ def _computes(request: Request) -> bool:
     request's end.
     """
     is_running = request.state is State.EXTENDING or request.state is State.DECODING
-    return is_running and not request.prompt_published
+    return is_running and not request.held.prompt_published

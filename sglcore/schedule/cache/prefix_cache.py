@@ -39,21 +39,6 @@ class Node:
         self.window_users = 0
 
 
-class Standing:
-    """Position of a request's text in the cache: its first `pages` pages are cached, and `node` has
-    the last of them. `ahead` is the page below `node` that begins with the rest of the text (None:
-    none found), and `version` the `Memory.version` at the last look-up.
-    """
-
-    __slots__ = ("ahead", "node", "pages", "version")
-
-    def __init__(self, node: Node, pages: int) -> None:
-        self.node = node
-        self.pages = pages
-        self.ahead: Node | None = None
-        self.version = -1
-
-
 class PrefixCache:
     """Published pages by prefix. Eviction is least recently used first, and leaves before their
     parents.

@@ -18,9 +18,9 @@ from itertools import islice
 
 import numpy as np
 
-from sglcore.schedule.cache.prefix_cache import Node, Standing
+from sglcore.schedule.cache.prefix_cache import Node
 from sglcore.schedule.cache.request_pages import Memory
-from sglcore.schedule.request import Ints, Request
+from sglcore.schedule.request import Ints, Request, State
 
 NONE = -1
 """Marks the end of the draft tokens of a row: no draft token here or after it."""
@@ -31,13 +31,39 @@ of the cache size.
 ID_BYTES = np.dtype(np.int32).itemsize
 
 
+class Standing:
+    """Position of a request's text in the cache: its first `pages` pages are cached, and `node` has
+    the last of them. `ahead` is the page below `node` that begins with the rest of the text (None:
+    none found), and `version` the `Memory.version` at the last look-up.
+    """
+
+    __slots__ = ("ahead", "node", "pages", "version")
+
+    def __init__(self, node: Node, pages: int) -> None:
+        self.node = node
+        self.pages = pages
+        self.ahead: Node | None = None
+        self.version = -1
+
+
 class PrefixProposals:
-    """Proposes up to `count` draft tokens for each request, from the cached pages of `memory`."""
+    """Proposes up to `count` draft tokens for each request, from the cached pages of `memory`. It
+    keeps the `Standing` of each request until the request ends."""
 
     def __init__(self, memory: Memory, count: int) -> None:
         self._memory = memory
         self._cache = memory.cache
         self._count = count
+        self._standings: dict[Request, Standing] = {}
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of a request that has ended."""
+        self._standings.pop(request, None)
+
+    def audit(self) -> None:
+        """Raise AssertionError if a request that has ended is still known."""
+        kept = [request.rid for request in self._standings if request.state is State.FINISHED]
+        assert not kept, f"requests {kept} have ended and still have a position in the prefix cache"
 
     def propose(self, requests: Sequence[Request]) -> Ints | None:
         """Return int32[B, count]: draft tokens of B running requests, with NONE after the last one
@@ -56,7 +82,7 @@ class PrefixProposals:
     def following(self, request: Request) -> list[int]:
         """Return up to `count` draft tokens for the request; empty if no cached page goes on after
         its text, and for a prompt of embeddings."""
-        if request.embeds is not None or request.node is None:
+        if request.embeds is not None or request.held.node is None:
             return []
         standing, version = self._standing(request), self._memory.version
         if standing.ahead is None and standing.version == version:
@@ -72,10 +98,10 @@ class PrefixProposals:
         """Return the request's known position, unless its page was evicted; otherwise the position
         after the shared pages that the request holds.
         """
-        known = request.standing
+        known = self._standings.get(request)
         if known is None or (known.node.parent is None and known.node is not self._cache.root):
-            assert request.node is not None
-            known = request.standing = Standing(request.node, request.shared)
+            assert request.held.node is not None
+            known = self._standings[request] = Standing(request.held.node, request.held.shared)
         return known
 
     def _descend(self, request: Request, standing: Standing) -> bytes:

@@ -9,13 +9,85 @@ all window pages in sight are cached.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from sglcore.schedule.cache.free_pages import PagePool
-from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
-from sglcore.schedule.cache.state_snapshots import Snapshots, restorable
-from sglcore.schedule.cache.window_pages import Windows
-from sglcore.schedule.request import Request
+from sglcore.schedule.cache.prefix_cache import Ints, Node, PrefixCache
+from sglcore.schedule.cache.state_snapshots import SavedStates, Snapshots, restorable
+from sglcore.schedule.cache.window_pages import WindowList, Windows
 from sglcore.worker.model_worker import Limits
+
+
+@dataclass(slots=True)
+class Held:
+    """What the memory holds for one request. Only this module changes it: `Memory`, and the methods
+    here."""
+
+    pages: list[int] = field(default_factory=list)
+    """KV pages, in token order."""
+    shared: int = 0
+    """Number of leading entries of `pages` in the prefix cache, found there or published."""
+    node: Node | None = None
+    """The prefix cache's node of the last shared page, or the root if none. None: the request holds
+    no pages."""
+    num_cells: int = 0
+    """Number of KV slots that are written once all submitted steps have run. For a decode row,
+    `DecodeRows` has this number instead."""
+    is_duplicate: bool = False
+    """Another running request has published a page that this one has computed too."""
+    is_broken: bool = False
+    """A step with a row of the request failed or had logits that were not finite. Its KV slots may
+    hold anything."""
+    prompt_published: bool = False
+    """All full pages of the prompt are in the prefix cache."""
+    windows: WindowList = field(default_factory=WindowList)
+    """Its window pages."""
+    states: SavedStates = field(default_factory=SavedStates)
+    """Its snapshots."""
+
+    def fill(self, cells: int) -> None:
+        """Note that the first `cells` KV slots are written once all submitted steps have run."""
+        self.num_cells = cells
+
+    def spoil(self) -> None:
+        """Note that a step with a row of the request failed, or had logits that were not finite."""
+        self.is_broken = True
+
+
+class Holder(Protocol):
+    """A request as the memory knows it: its tokens, and what it holds."""
+
+    @property
+    def held(self) -> Held:
+        """What the memory holds for the request."""
+        ...
+
+    @property
+    def prompt_ids(self) -> Ints:
+        """int32[P]: the tokens of the prompt."""
+        ...
+
+    @property
+    def embeds(self) -> object | None:
+        """Embeddings in place of the prompt's tokens. Pages with them are never shared. None: plain
+        tokens."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of known tokens."""
+        ...
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether results of the prompt's tokens are still missing, so that cached pages cannot
+        replace the prefill."""
+        ...
+
+    def tokens(self, start: int, end: int) -> Ints:
+        """Return the known tokens start..end-1, int32; fewer if not all are known."""
+        ...
 
 
 class Memory:
@@ -57,11 +129,11 @@ class Memory:
         """Return the number of pages that hold `cells` tokens, rounded up."""
         return -(-cells // self.page_size)
 
-    def cached_pages(self, request: Request) -> int:
+    def cached_pages(self, request: Holder) -> int:
         """Return how many pages of its known tokens the request could share. Locks nothing."""
         return self._shareable(self._match(request))
 
-    def admit(self, request: Request, promised: int, promised_windows: int = 0) -> bool:
+    def admit(self, request: Holder, promised: int, promised_windows: int = 0) -> bool:
         """Admit the request: lock its cached prefix if the rest of its tokens fits after `promised`
         pages, and `promised_windows` window pages, are reserved. Returns False and changes nothing
         otherwise. The request then has only the pages of the prefix (none if it has embeddings or
@@ -76,22 +148,22 @@ class Memory:
         if self.keeps_windows and not self.windows.has_room(path, missing, promised_windows):
             return False
         self.cache.use(path)
-        request.node = path[-1] if path else self.cache.root
-        request.pages = [node.page for node in path]
-        request.shared = len(path)
-        request.is_duplicate = False
-        request.num_cells = len(path) * self.page_size
+        held = request.held
+        held.node = path[-1] if path else self.cache.root
+        held.pages = [node.page for node in path]
+        held.shared = len(path)
+        held.is_duplicate = False
+        held.num_cells = len(path) * self.page_size
         if self.takes_snapshots:
-            self.snapshots.restore(request, path[-1] if path else None)
-            request.cuts = {pages * self.page_size for pages in self._ends(request, known)}
+            cuts = {pages * self.page_size for pages in self._ends(request, known)}
+            self.snapshots.restore(held.states, path[-1] if path else None, cuts)
         if self.keeps_windows:
-            self.windows.restore(request, path)
-            request.window_ends = self._ends(request, known)
-        self.hit_tokens += request.num_cells
+            self.windows.restore(held.windows, path, self._ends(request, known))
+        self.hit_tokens += held.num_cells
         self.looked_up_tokens += total
         return True
 
-    def grow(self, request: Request, count: int) -> bool:
+    def grow(self, request: Holder, count: int) -> bool:
         """Allocate `count` pages for the request, and evict cached pages if needed. Returns False
         and allocates nothing if there are too few.
         """
@@ -100,45 +172,55 @@ class Memory:
             return False
         if missing > 0:
             self._evict(missing)
-        request.pages += self.pool.take(count)
+        request.held.pages += self.pool.take(count)
         if self.keeps_windows:
-            self.windows.grow(request, count)
+            self.windows.grow(request.held.windows, count)
         return True
+
+    def save(self, request: Holder, end: int) -> int:
+        """Return the snapshot that receives the request's state in the step that ends at `end`
+        tokens, a page multiple; 0 for none. Prompts of embeddings save none: the prefix cache never
+        matches them.
+        """
+        return 0 if request.embeds is not None else self.snapshots.save(request.held.states, end)
 
     def flush(self) -> int:
         """Evict all unused cached pages. Returns their number."""
         self.version += 1
         return self._evict(self.cache.num_unused)
 
-    def offered_pages(self, request: Request, common: int) -> int:
+    def offered_pages(self, request: Holder, common: int) -> int:
         """Return how many of the request's first `common` pages others will find in the cache
         because this request computes them.
         """
+        held = request.held
         if self.takes_snapshots:
-            is_offered = common > len(request.pages)
+            is_offered = common > len(held.pages)
         else:
-            is_offered = not request.is_duplicate and request.window_first <= self.windows.first_seen(common)
-        return common if is_offered else max((end for end in self._expected(request) if end <= common), default=0)
+            is_offered = not held.is_duplicate and held.windows.first <= self.windows.first_seen(common)
+        return common if is_offered else max((end for end in self._expected(held) if end <= common), default=0)
 
-    def will_share(self, request: Request, pages: int) -> bool:
+    def will_share(self, request: Holder, pages: int) -> bool:
         """Return whether the request will publish its first `pages` pages during its prefill and
         has not yet.
         """
+        held = request.held
         if self.needs_asking:
-            return pages in self._expected(request)
-        return request.shared < pages and not request.is_duplicate
+            return pages in self._expected(held)
+        return held.shared < pages and not held.is_duplicate
 
-    def ask(self, request: Request, pages: int) -> None:
+    def ask(self, request: Holder, pages: int) -> None:
         """Note that others wait for the request's first `pages` pages, a number that
         `offered_pages` returned: it must keep its state (in a snapshot) or its window pages there
         for them.
         """
-        if pages > len(request.pages) and self.takes_snapshots:
-            request.cuts.add(pages * self.page_size)
+        held = request.held
+        if pages > len(held.pages) and self.takes_snapshots:
+            self.snapshots.ask(held.states, pages * self.page_size)
         if self.keeps_windows:
-            request.window_ends.add(pages)
+            self.windows.ask(held.windows, pages)
 
-    def publish(self, request: Request, cells: int) -> None:
+    def publish(self, request: Holder, cells: int) -> None:
         """Share the full pages among the first `cells` tokens, and the snapshots at their ends,
         with other requests. A collected step must have written them.
 
@@ -148,33 +230,36 @@ class Memory:
         """
         if self.caches and request.embeds is None:
             self._publish(request, cells, leaving=False)
+        held = request.held
+        held.prompt_published = held.prompt_published or cells >= len(request.prompt_ids)
 
-    def release(self, request: Request, cells: int) -> None:
+    def release(self, request: Holder, cells: int) -> None:
         """Release everything that the request holds: publish the full pages among its first `cells`
         tokens and free the rest. `cells` 0 publishes nothing.
 
         Call it only after the last step with this request was collected.
         """
+        held = request.held
         shares = self.caches and request.embeds is None
         duplicates = self._publish(request, cells, leaving=True) if shares else []
         self.pool.give(duplicates)
-        self.pool.give(request.pages[request.shared :])
-        self.snapshots.release(request)
-        self.windows.release(request)
-        self.cache.leave(request.node)
+        self.pool.give(held.pages[held.shared :])
+        self.snapshots.release(held.states)
+        self.windows.release(held.windows)
+        self.cache.leave(held.node)
         self.version += 1
-        request.pages = []
-        request.node = None
+        held.pages = []
+        held.node = None
 
-    def audit(self, holders: Iterable[Request]) -> None:
+    def audit(self, holders: Iterable[Holder]) -> None:
         """Raise AssertionError unless each page, snapshot and window page has exactly one owner: it
         is free, a cache node has it, or one of `holders`, all requests with pages. O(num_pages)."""
-        holders, nodes = list(holders), self.cache.nodes()
-        self.snapshots.audit(holders, nodes)
-        self.windows.audit(holders, nodes)
+        records, nodes = [request.held for request in holders], self.cache.nodes()
+        self.snapshots.audit([held.states for held in records], nodes)
+        self.windows.audit([held.windows for held in records], nodes)
         cached = [node.page for node in nodes]
-        held = [page for request in holders for page in request.pages[request.shared :]]
-        places = [*self.pool.free_pages(), *cached, *held]
+        own = [page for held in records for page in held.pages[held.shared :]]
+        places = [*self.pool.free_pages(), *cached, *own]
         found = (len(cached), len(places), len(set(places)))
         wanted = (self.cache.num_pages, self.pool.num_pages, self.pool.num_pages)
         assert found == wanted, f"found {found} (cached, pages, distinct pages); wanted {wanted}"
@@ -188,16 +273,17 @@ class Memory:
         self.windows.withdraw(nodes)
         return len(nodes)
 
-    def _match(self, request: Request) -> list[Node]:
+    def _match(self, request: Holder) -> list[Node]:
         return self.cache.match(request.tokens(0, request.num_tokens))
 
-    def _expected(self, request: Request) -> set[int]:
-        """Return the page counts after which other requests will continue from this request's
+    def _expected(self, held: Held) -> set[int]:
+        """Return the page counts after which other requests will continue from a request's
         pages.
         """
         if not self.takes_snapshots:
-            return request.window_ends
-        return {end // self.page_size for end in request.cuts | (request.snapshots.keys() - {request.spare})}
+            return held.windows.ends
+        states = held.states
+        return {end // self.page_size for end in states.cuts | (states.places.keys() - {states.spare})}
 
     def _shareable(self, path: list[Node]) -> int:
         """Return the largest number of leading pages of `path` after which a request can continue:
@@ -211,7 +297,7 @@ class Memory:
             if depth == seen:
                 return depth
 
-    def _ends(self, request: Request, known: list[Node]) -> set[int]:
+    def _ends(self, request: Holder, known: list[Node]) -> set[int]:
         """Return the page counts after which others should be able to continue from this request:
         the end of its common prefix with other requests (`known`: its cached nodes), and the last
         page that a request with the same tokens could share. Counts that it can share from the
@@ -222,75 +308,77 @@ class Memory:
         deepest = self._shareable(known)
         return {pages for pages in (len(known), last) if pages > deepest}
 
-    def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
+    def _publish(self, request: Holder, cells: int, leaving: bool) -> list[int]:
         """Publish the full pages among the first `cells` tokens, with snapshots and window pages.
         Returns the request's pages for which the cache already had one from another request;
         without `leaving`, none."""
         full = (min(cells, request.num_tokens) - self.cache.lookahead) // self.page_size
         duplicates = self._publish_pages(request, full, leaving)
-        if request.snapshots:
+        if request.held.states.places:
             self._publish_snapshots(request, full, leaving)
         if self.keeps_windows:
             self._publish_windows(request, full)
         return duplicates
 
-    def _publish_pages(self, request: Request, full: int, leaving: bool) -> list[int]:
+    def _publish_pages(self, request: Holder, full: int, leaving: bool) -> list[int]:
         """Publish the request's pages from its last shared page up to page number `full`. At a page
         that another running request has published it stops, or, if the request leaves, takes the
         cache's and goes on; returns its own copies of such pages."""
-        size, lookahead = self.page_size, self.cache.lookahead
-        node, first = request.node, request.shared
+        size, lookahead, held = self.page_size, self.cache.lookahead, request.held
+        node, first = held.node, held.shared
         if full <= first or node is None:
             return []
         tokens = request.tokens(first * size, full * size + lookahead)
         duplicates: list[int] = []
-        request.is_duplicate = False
+        held.is_duplicate = False
         for index in range(first, full):
             key = self.cache.key(tokens, index - first)
             found = node.children.get(key)
             if found is None:
-                found = self.cache.insert(node, key, request.pages[index])
+                found = self.cache.insert(node, key, held.pages[index])
             elif not found.users:
-                self.pool.give([self.cache.replace(found, request.pages[index])])
+                self.pool.give([self.cache.replace(found, held.pages[index])])
             elif leaving:
                 self.cache.use((found,))
-                duplicates.append(request.pages[index])
+                duplicates.append(held.pages[index])
             else:
-                request.is_duplicate = True
+                held.is_duplicate = True
                 break
-            request.node = node = found
-            request.shared = index + 1
+            held.node = node = found
+            held.shared = index + 1
         self.version += 1
         return duplicates
 
-    def _publish_snapshots(self, request: Request, full: int, leaving: bool) -> None:
-        for end in sorted(request.snapshots):
-            if end > full * self.page_size or (end == request.spare and not leaving):
+    def _publish_snapshots(self, request: Holder, full: int, leaving: bool) -> None:
+        states = request.held.states
+        for end in sorted(states.places):
+            if end > full * self.page_size or (end == states.spare and not leaving):
                 continue
             pages = end // self.page_size
             (node,) = self._path(request, pages - 1, pages)
             if node is None:
-                self.snapshots.keep(request, end)
+                self.snapshots.keep(states, end)
             else:
-                self.snapshots.publish(request, end, node)
+                self.snapshots.publish(states, end, node)
                 self.version += 1
 
-    def _publish_windows(self, request: Request, full: int) -> None:
-        first = min(request.kept_windows, default=request.window_first)
+    def _publish_windows(self, request: Holder, full: int) -> None:
+        windows = request.held.windows
+        first = min(windows.kept, default=windows.first)
         for index, node in enumerate(self._path(request, first, full), start=first):
-            if index in request.kept_windows or index >= request.window_first:
-                self.windows.publish(request, index, node)
-        request.window_ends = {end for end in request.window_ends if end > full}
+            if index in windows.kept or index >= windows.first:
+                self.windows.publish(windows, index, node)
+        self.windows.end_publishing(windows, full)
 
-    def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
+    def _path(self, request: Holder, first: int, end: int) -> list[Node | None]:
         """Return the cache nodes of the request's pages `first`..`end` - 1, published by any
         request; None where there is none.
         """
-        shared, above, node = request.shared, [], request.node
+        shared, above, node = request.held.shared, [], request.held.node
         for _ in range(first, shared):
             above.append(node)
             node = node and node.parent
-        nodes, node = above[::-1], request.node
+        nodes, node = above[::-1], request.held.node
         tokens = request.tokens(shared * self.page_size, end * self.page_size + self.cache.lookahead)
         for index in range(end - shared):
             node = node and node.children.get(self.cache.key(tokens, index))

@@ -9,14 +9,29 @@ reads it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from sglcore.schedule.cache.prefix_cache import Node
-from sglcore.schedule.request import Request
+
+
+@dataclass(slots=True)
+class SavedStates:
+    """The snapshots of one request. Only `Snapshots` changes it."""
+
+    restored: int = 0
+    """Snapshot from which the request's state starts. 0: zeros."""
+    cuts: set[int] = field(default_factory=set)
+    """Lengths in tokens at which the request should save a snapshot for others."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Snapshots of the request: length in tokens to snapshot number."""
+    spare: int = 0
+    """Length in tokens, a key of `places`, of the snapshot that is replaced as the request grows.
+    0: none."""
 
 
 class Snapshots:
     """Snapshots 1..num_places. Each is free, or belongs to a node (`Node.snapshot`) or to one
-    request (`Request.snapshots`).
+    request (`SavedStates.places`).
     """
 
     def __init__(self, num_places: int) -> None:
@@ -36,66 +51,69 @@ class Snapshots:
         """Number of snapshots that belong to nodes."""
         return len(self._nodes)
 
-    def shorten(self, request: Request, count: int) -> int:
-        """Return the number of tokens, at most `count`, of the request's next chunk. The chunk ends
-        at the first of `request.cuts` in it. If no snapshot can be allocated, these cuts are
-        removed and the chunk keeps its length.
+    def ask(self, saved: SavedStates, end: int) -> None:
+        """Note that others wait for a request's state after `end` tokens."""
+        saved.cuts.add(end)
+
+    def shorten(self, saved: SavedStates, start: int, count: int) -> int:
+        """Return the number of tokens, at most `count`, of a request's next chunk, which begins at
+        token `start`. The chunk ends at the first of its `cuts` in it. If no snapshot can be
+        allocated, these cuts are removed and the chunk keeps its length.
         """
-        ends = [end for end in request.cuts if end <= request.num_cells + count]
+        ends = [end for end in saved.cuts if end <= start + count]
         if not ends:
             return count
         if not self._free and not self._nodes:
-            request.cuts.difference_update(ends)
+            saved.cuts.difference_update(ends)
             return count
-        return min(ends) - request.num_cells
+        return min(ends) - start
 
-    def save(self, request: Request, end: int) -> int:
-        """Return the snapshot that receives the request's state in the step that ends at `end`
+    def save(self, saved: SavedStates, end: int) -> int:
+        """Return the snapshot that receives a request's state in the step that ends at `end`
         tokens, a page multiple; 0 for none.
 
-        A snapshot that others wait for (`Request.cuts`) is allocated; one must be free or belong to
-        a node. Otherwise the request's spare one is reused; if it has none, one is allocated,
-        unless requests hold half of all snapshots (then 0). Allocating may take that of the least
-        recently used node. Prompts of embeddings save none: the prefix cache never matches them.
+        A snapshot that others wait for (`SavedStates.cuts`) is allocated; one must be free or
+        belong to a node. Otherwise the request's spare one is reused; if it has none, one is
+        allocated, unless requests hold half of all snapshots (then 0). Allocating may take that of
+        the least recently used node.
         """
-        if request.embeds is not None:
-            return 0
-        if end in request.cuts:
-            request.cuts.remove(end)
+        if end in saved.cuts:
+            saved.cuts.remove(end)
             place = self._take()
         else:
-            place = request.snapshots.pop(request.spare, 0) or self._take_spare()
-            request.spare = end if place else 0
+            place = saved.places.pop(saved.spare, 0) or self._take_spare()
+            saved.spare = end if place else 0
         if place:
-            request.snapshots[end] = place
+            saved.places[end] = place
         return place
 
-    def keep(self, request: Request, end: int) -> None:
-        """Keep the request's snapshot of `end` tokens, which no cached page can take, as its spare
+    def keep(self, saved: SavedStates, end: int) -> None:
+        """Keep a request's snapshot of `end` tokens, which no cached page can take, as its spare
         one if it covers more tokens than the present spare one. Otherwise free it.
         """
-        if end > request.spare:
-            self._give_back(request, request.spare)
-            request.spare = end
+        if end > saved.spare:
+            self._give_back(saved, saved.spare)
+            saved.spare = end
         else:
-            self._give_back(request, end)
+            self._give_back(saved, end)
 
-    def publish(self, request: Request, end: int, node: Node) -> None:
-        """Move the request's snapshot of `end` tokens to the node, or free it if the node has one
+    def publish(self, saved: SavedStates, end: int, node: Node) -> None:
+        """Move a request's snapshot of `end` tokens to the node, or free it if the node has one
         already. A collected step must have written it.
         """
-        place = request.snapshots.pop(end)
+        place = saved.places.pop(end)
         if node.snapshot:
             self._free.append(place)
             place = node.snapshot
         node.snapshot = place
         self._touch(node)
 
-    def restore(self, request: Request, node: Node | None) -> None:
-        """Let the request start with the snapshot of `node`, which must have one, or with zeros if
-        `node` is None.
+    def restore(self, saved: SavedStates, node: Node | None, cuts: set[int]) -> None:
+        """Let a request start with the snapshot of `node`, which must have one, or with zeros if
+        `node` is None. `cuts`: lengths in tokens at which it should save a snapshot for others.
         """
-        request.restored = 0 if node is None else node.snapshot
+        saved.restored = 0 if node is None else node.snapshot
+        saved.cuts = cuts
         if node is not None:
             self._touch(node)
             self.hits += 1
@@ -107,19 +125,19 @@ class Snapshots:
                 del self._nodes[node.snapshot]
                 self._free.append(node.snapshot)
 
-    def release(self, request: Request) -> None:
-        """Free the request's snapshots."""
-        self._free += request.snapshots.values()
-        request.snapshots.clear()
-        request.spare = 0
+    def release(self, saved: SavedStates) -> None:
+        """Free a request's snapshots."""
+        self._free += saved.places.values()
+        saved.places.clear()
+        saved.spare = 0
 
-    def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
+    def audit(self, saved: Iterable[SavedStates], nodes: Iterable[Node]) -> None:
         """Raise AssertionError unless each snapshot has exactly one owner: it is free, or belongs
-        to one of `nodes`, all those of the cache, or of `holders`, all requests with pages.
-        O(nodes)."""
+        to one of `nodes`, all those of the cache, or is in one of `saved`, those of all requests
+        with pages. O(nodes)."""
         cached = {node.snapshot: node for node in nodes if node.snapshot}
         assert cached == self._nodes, f"nodes have {sorted(cached)}; wanted {sorted(self._nodes)}"
-        held = [place for request in holders for place in request.snapshots.values()]
+        held = [place for each in saved for place in each.places.values()]
         places = sorted([*self._free, *cached, *held])
         assert places == list(range(1, self.num_places + 1)), f"snapshots lost or held twice: {places}"
 
@@ -141,8 +159,8 @@ class Snapshots:
         held = self.num_places - self.free - self.cached
         return self._take() if 2 * held < self.num_places else 0
 
-    def _give_back(self, request: Request, end: int) -> None:
-        place = request.snapshots.pop(end, 0)
+    def _give_back(self, saved: SavedStates, end: int) -> None:
+        place = saved.places.pop(end, 0)
         if place:
             self._free.append(place)
 

@@ -11,20 +11,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from sglcore.schedule.cache.free_pages import PagePool
 from sglcore.schedule.cache.prefix_cache import Node
-from sglcore.schedule.request import Request
 from sglcore.worker.model_worker import Limits, most_window_pages
+
+
+@dataclass(slots=True)
+class WindowList:
+    """The window pages of one request. Only `Windows` changes it."""
+
+    first: int = 0
+    """Index of the first page of the request that `pages` covers."""
+    pages: list[int] = field(default_factory=list)
+    """Window pages, one for each page of the request from page `first` on."""
+    ends: set[int] = field(default_factory=set)
+    """Numbers of leading pages after which other requests should be able to continue."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """Window pages that left `pages` and will be published: page index to window page."""
 
 
 class Windows:
     """Window pages 1..num_pages. Each is free, or belongs to a node (`Node.window_page`) or to one
-    request.
+    request (`WindowList`).
 
     Requests may use a node's page through their lists. Unused pages of nodes are evicted when pages
     are needed, least recently used first. `span`: most pages in a request's list, without those of
-    a step's chunk. `kept`: number of pages in `Request.kept_windows`.
+    a step's chunk. `kept`: number of pages in `WindowList.kept` of all requests.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -79,57 +93,68 @@ class Windows:
         locked = sum(node.window_users == 0 for node in seen)
         return min(missing, self.span - len(seen)) + promised <= self.available - locked
 
-    def restore(self, request: Request, path: Sequence[Node]) -> None:
-        """Start the request's list with the window pages in sight after `path`."""
-        request.window_first = self.first_seen(len(path))
-        seen = path[request.window_first :]
-        request.window_pages = [node.window_page for node in seen]
+    def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
+        """Start a request's list with the window pages in sight after `path`. `ends`: numbers of
+        leading pages after which other requests should be able to continue.
+        """
+        held.first = self.first_seen(len(path))
+        seen = path[held.first :]
+        held.pages = [node.window_page for node in seen]
+        held.ends = ends
         for node in seen:
             self._unused.pop(node.window_page, None)
             node.window_users += 1
 
-    def grow(self, request: Request, count: int) -> None:
-        """Append `count` pages to the request's list; unused pages of nodes are evicted if needed.
+    def ask(self, held: WindowList, end: int) -> None:
+        """Note that others wait to continue after the first `end` pages of a request."""
+        held.ends.add(end)
+
+    def grow(self, held: WindowList, count: int) -> None:
+        """Append `count` pages to a request's list; unused pages of nodes are evicted if needed.
         At least `count` must be `available`.
         """
         for _ in range(count - self._pool.free):
             self._evict()
-        request.window_pages += self._pool.take(count)
+        held.pages += self._pool.take(count)
 
-    def slide(self, request: Request, cells: int) -> bool:
-        """Remove from the request's list the pages that steps after `cells` tokens do not see.
+    def slide(self, held: WindowList, cells: int) -> bool:
+        """Remove from a request's list the pages that steps after `cells` tokens do not see.
         Returns False if all are in sight.
 
         Others may continue after the last complete page, so the pages in sight from there stay.
         Pages that the cache should get for others are kept until they are published.
         """
         first = self.first_seen((cells - self._lookahead) // self._page_size)
-        count = first - request.window_first
+        count = first - held.first
         if count <= 0:
             return False
-        wanted = {index for end in request.window_ends for index in range(self.first_seen(end), end)}
-        for index, page in enumerate(request.window_pages[:count], start=request.window_first):
+        wanted = {index for end in held.ends for index in range(self.first_seen(end), end)}
+        for index, page in enumerate(held.pages[:count], start=held.first):
             if index in wanted and page not in self._nodes:
-                request.kept_windows[index] = page
+                held.kept[index] = page
                 self.kept += 1
             else:
                 self._drop(page)
-        del request.window_pages[:count]
-        request.window_first = first
+        del held.pages[:count]
+        held.first = first
         return True
 
-    def publish(self, request: Request, index: int, node: Node | None) -> None:
-        """Share the request's window page for its page `index` with `node`, if the node has none
+    def publish(self, held: WindowList, index: int, node: Node | None) -> None:
+        """Share a request's window page for its page `index` with `node`, if the node has none
         (`node` None: that page is not cached). A collected step must have written it.
         """
-        is_kept = index in request.kept_windows
-        page = request.kept_windows.pop(index) if is_kept else request.window_pages[index - request.window_first]
+        is_kept = index in held.kept
+        page = held.kept.pop(index) if is_kept else held.pages[index - held.first]
         self.kept -= is_kept
         if node is not None and not node.window_page:
             node.window_page, node.window_users = page, 1
             self._nodes[page] = node
         if is_kept:
             self._drop(page)
+
+    def end_publishing(self, held: WindowList, full: int) -> None:
+        """Note that the pages of a request before its page `full` have been published."""
+        held.ends = {end for end in held.ends if end > full}
 
     def withdraw(self, nodes: Iterable[Node]) -> None:
         """Release the window pages of evicted nodes: they are free, or belong to the request that
@@ -142,28 +167,28 @@ class Windows:
                     del self._unused[node.window_page]
                     self._pool.give([node.window_page])
 
-    def release(self, request: Request) -> None:
-        """Take all window pages from the request: its own become free, and those of nodes lose one
+    def release(self, held: WindowList) -> None:
+        """Take all window pages from a request: its own become free, and those of nodes lose one
         user.
         """
-        for page in [*request.kept_windows.values(), *request.window_pages]:
+        for page in [*held.kept.values(), *held.pages]:
             self._drop(page)
-        self.kept -= len(request.kept_windows)
-        request.kept_windows.clear()
-        request.window_pages = []
+        self.kept -= len(held.kept)
+        held.kept.clear()
+        held.pages = []
 
-    def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
+    def audit(self, lists: Iterable[WindowList], nodes: Iterable[Node]) -> None:
         """Raise AssertionError unless each page has exactly one owner and its users are counted.
-        `holders`: all requests with pages; `nodes`: all those of the cache. O(pages)."""
-        holders = list(holders)
+        `lists`: those of all requests with pages; `nodes`: all those of the cache. O(pages)."""
+        lists = list(lists)
         cached = {node.window_page: node for node in nodes if node.window_page}
         assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"
-        listed = [page for request in holders for page in request.window_pages]
+        listed = [page for held in lists for page in held.pages]
         counts = Counter(listed)
         users = {page: counts[page] for page in cached}
         assert users == {page: node.window_users for page, node in cached.items()}, f"window pages' users are {users}"
         assert self._unused.keys() == {page for page, count in users.items() if not count}, "unused window pages"
-        kept = [page for request in holders for page in request.kept_windows.values()]
+        kept = [page for held in lists for page in held.kept.values()]
         assert len(kept) == self.kept, f"{len(kept)} window pages are kept, {self.kept} are counted"
         own = [page for page in listed if page not in cached]
         places = sorted([*self._pool.free_pages(), *cached, *own, *kept])

@@ -39,7 +39,7 @@ class RemotePrompts:
         `reserve` has not returned, or that has ended.
         """
         self.arrivals.take_written(request)
-        request.final_seq_len = self._running.final_len(request)
+        self._running.limit(request)
         return self._scheduler.take_run(request, [token], logprobs, 0)
 
     def fail(self, rid: str, error: str, *, refused: bool = False, is_unserved: bool = False) -> EngineOutput | None:

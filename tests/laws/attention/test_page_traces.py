@@ -105,8 +105,8 @@ class Guarded(InFlight):
         written = {cell // size for cell in cells} - {0}
         slots = {*batch.slots.tolist()}
         holders = self.holders()
-        users = Counter(page for each in holders for page in each.pages)
-        own = {page for each in holders if each.slot in slots for page in each.pages if users[page] == 1}
+        users = Counter(page for each in holders for page in each.held.pages)
+        own = {page for each in holders if each.run.slot in slots for page in each.held.pages if users[page] == 1}
         assert written <= own, f"step {batch.step} wrote to pages {written - own}"
         return ticket
 

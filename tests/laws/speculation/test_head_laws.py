@@ -91,7 +91,7 @@ class Steered:
         found = self.inner.advance(rows)
         if not drawn:
             return found
-        texts, steered = {request.slot: index for index, request in enumerate(self.requests)}, found.tolist()
+        texts, steered = {request.run.slot: index for index, request in enumerate(self.requests)}, found.tolist()
         for row, (slot, cells) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             self.steps.append(Drawn(texts[slot], cells, torch.stack([each[row] for each in drawn]), steered[row]))
             right = self.texts[texts[slot]][cells + 1 :][: min(self._random.integers(self._heads + 1), len(drawn))]

@@ -90,7 +90,7 @@ class Recording(Steered):
 
     def steer(self, rows: DraftRows, tokens: Tensor, parents: list[list[int]]) -> Tensor:
         logprobs = torch.cat(self._drawn, 1) if self._drawn else torch.zeros(len(tokens), 0, 1)
-        numbers = {each.slot: number for number, each in enumerate(self.requests)}
+        numbers = {each.run.slot: number for number, each in enumerate(self.requests)}
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             if (
                 slot in numbers

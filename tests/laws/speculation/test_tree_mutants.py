@@ -159,7 +159,7 @@ class ReachesTheEnd(RunningRequests):
 
     def _start(self, request: Request) -> None:
         super()._start(request)
-        request.most_cells = request.final_seq_len
+        request.run.most_cells = request.run.final_seq_len
 
 
 class ReachesAsManyAsTokens(RunningRequests):

@@ -91,7 +91,7 @@ class Watched(Scheduler):
                 watched.add("of who has ended")
                 continue
             watched.update(["stopped within"] * bool(request.stop_ids & set(run[:-1])))
-            watched.update(["all that was left"] * (request.num_tokens + len(run) == request.final_seq_len + 1))
+            watched.update(["all that was left"] * (request.num_tokens + len(run) == request.run.final_seq_len + 1))
             watched.update(["of who was retracted"] * (request.state is State.WAITING))
             watched.update(
                 ["several pages"] * (batch is not None and bool((np.diff(batch.new_page_offsets) > 1).any()))
@@ -234,9 +234,9 @@ class IgnoresStopsWithinARun(Scheduler):
 
 class TakesMoreThanIsLeft(Scheduler):
     def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
-        request.final_seq_len += 1
+        request.run.final_seq_len += 1
         output = super().take_run(request, run, logprobs, start)
-        request.final_seq_len -= 1
+        request.run.final_seq_len -= 1
         return output
 
 
@@ -301,8 +301,8 @@ class SendsTheTokenAfterTheNext(BatchBuilder):
     def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
         batch = super().build(step, rows, chosen, chunks, collected, saves)
         for row, (request, count) in enumerate(chunks, start=len(chosen)):
-            end = request.num_cells + count + 1
-            if batch.next_ids is not None and end < request.target:
+            end = request.held.num_cells + count + 1
+            if batch.next_ids is not None and end < request.run.target:
                 batch.next_ids[row] = request.tokens(end, end + 1)[0]
         return batch
 

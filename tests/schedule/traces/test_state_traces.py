@@ -12,8 +12,8 @@ import pytest
 
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
-from sglcore.schedule.cache.request_pages import Memory
-from sglcore.schedule.cache.state_snapshots import Snapshots
+from sglcore.schedule.cache.request_pages import Holder, Memory
+from sglcore.schedule.cache.state_snapshots import SavedStates, Snapshots
 from sglcore.schedule.request import Ints, Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
@@ -74,7 +74,7 @@ class RestoresAtEachChunk(BatchBuilder):
     def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
         batch = super().build(step, rows, chosen, chunks, collected, saves)
         if batch.state_from is not None:
-            batch.state_from[len(chosen) :] = [request.restored for request, _ in chunks]
+            batch.state_from[len(chosen) :] = [request.held.states.restored for request, _ in chunks]
         return batch
 
 
@@ -100,7 +100,7 @@ class SavesATokenLate(RunningRequests):
         places = np.zeros(len(chosen), dtype=np.int32)
         for index in np.flatnonzero((rows.seq_lens[chosen] - 1) % size == 0):
             row = chosen[index]
-            places[index] = self.memory.snapshots.save(rows.requests[row], int(rows.seq_lens[row]) - 1)
+            places[index] = self.memory.save(rows.requests[row], int(rows.seq_lens[row]) - 1)
         return places if places.any() else None
 
 
@@ -109,8 +109,9 @@ class PublishesSnapshotsBeforeCollect(Scheduler):
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
+        size = self.limits.page_size
         for request, _ in chunks:
-            self.running.memory._publish_snapshots(request, request.num_cells // self.limits.page_size, leaving=False)
+            self.running.memory._publish_snapshots(request, request.held.num_cells // size, leaving=False)
 
 
 class SharesPagesWithoutAState(Memory):
@@ -119,23 +120,23 @@ class SharesPagesWithoutAState(Memory):
     def _shareable(self, path: list[Node]) -> int:
         return len(path)
 
-    def _ends(self, request: Request, known: list[Node]) -> set[int]:
+    def _ends(self, request: Holder, known: list[Node]) -> set[int]:
         return set()
 
 
 class PublishesWhatFailed(Memory):
     """Snapshots of a failed step stay."""
 
-    def release(self, request: Request, cells: int) -> None:
+    def release(self, request: Holder, cells: int) -> None:
         if not cells:
-            self._publish_snapshots(request, request.num_cells // self.page_size, leaving=True)
+            self._publish_snapshots(request, request.held.num_cells // self.page_size, leaving=True)
         super().release(request, cells)
 
 
 class PublishesOneNodeUp(Memory):
     """A snapshot is published at the node one page earlier."""
 
-    def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
+    def _path(self, request: Holder, first: int, end: int) -> list[Node | None]:
         return super()._path(request, max(first - 1, 0), max(end - 1, 1))
 
 
@@ -156,12 +157,16 @@ class KeepsWhatWasEvicted(Snapshots):
 class RenewsWhatItPublished(Snapshots):
     """A published snapshot also stays the request's spare, and is handed out again."""
 
-    def publish(self, request: Request, end: int, node: Node) -> None:
-        place = request.snapshots[end]
-        super().publish(request, end, node)
-        if node.snapshot == place and not request.leaving:
-            request.snapshots[end] = place
-            request.spare = end
+    def publish(self, saved: SavedStates, end: int, node: Node) -> None:
+        place = saved.places[end]
+        super().publish(saved, end, node)
+        if node.snapshot == place:
+            saved.places[end] = place
+            saved.spare = end
+
+    def release(self, saved: SavedStates) -> None:
+        saved.places = {end: place for end, place in saved.places.items() if place not in self._nodes}
+        super().release(saved)
 
     def audit(self, holders, nodes) -> None:
         """Do nothing: the worker must notice the bug."""
@@ -170,9 +175,9 @@ class RenewsWhatItPublished(Snapshots):
 class GivesTheSpareAwayEarly(Snapshots):
     """The spare's snapshot is free as soon as it is written."""
 
-    def save(self, request: Request, end: int) -> int:
-        place = super().save(request, end)
-        if place and end == request.spare:
+    def save(self, saved: SavedStates, end: int) -> int:
+        place = super().save(saved, end)
+        if place and end == saved.spare:
             self._free.append(place)
         return place
 
@@ -187,22 +192,22 @@ class LosesPlacesOfEvictedPages(Snapshots):
 
 
 class LosesPlacesOfWhoLeaves(Snapshots):
-    def release(self, request: Request) -> None:
-        request.snapshots.clear()
-        super().release(request)
+    def release(self, saved: SavedStates) -> None:
+        saved.places.clear()
+        super().release(saved)
 
 
 class ForgetsTheCutsOfBefore(Snapshots):
     """Chunks are shortened again and again to end at a snapshot for which there is no room."""
 
-    def shorten(self, request: Request, count: int) -> int:
-        ends = [end for end in request.cuts if end <= request.num_cells + count]
-        return min(ends) - request.num_cells if ends else count
+    def shorten(self, saved: SavedStates, start: int, count: int) -> int:
+        ends = [end for end in saved.cuts if end <= start + count]
+        return min(ends) - start if ends else count
 
-    def save(self, request: Request, end: int) -> int:
-        if end in request.cuts and not self._free and not self._nodes:
+    def save(self, saved: SavedStates, end: int) -> int:
+        if end in saved.cuts and not self._free and not self._nodes:
             return 0
-        return super().save(request, end)
+        return super().save(saved, end)
 
 
 class LosesReplacedPages(PrefixCache):

@@ -62,7 +62,7 @@ class PublishesBeforeCollect(Scheduler):
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
         for request, _ in chunks:
-            self.running.memory.publish(request, request.num_cells)
+            self.running.memory.publish(request, request.held.num_cells)
 
 
 class TakesStaleTokens(Scheduler):
@@ -98,8 +98,8 @@ class LeaksAbortedSlots(RunningRequests):
 
 class LosesPages(RunningRequests):
     def _release(self, request: Request) -> None:
-        if request.pages[request.shared :]:
-            request.pages.pop()
+        if request.held.pages[request.held.shared :]:
+            request.held.pages.pop()
         super()._release(request)
 
 
@@ -112,7 +112,7 @@ class ForgetsOutputsOnRetraction(RunningRequests):
 class RecomputesOnlyThePrompt(RunningRequests):
     def _start(self, request: Request) -> None:
         super()._start(request)
-        request.target = len(request.prompt_ids)
+        request.run.target = len(request.prompt_ids)
 
 
 class NeverRetracts(RunningRequests):
@@ -127,7 +127,7 @@ class ForgetsPromises(RunningRequests):
 
 class PublishesWhatFailed(RunningRequests):
     def _release(self, request: Request) -> None:
-        reason, request.finish_reason, request.is_broken = request.finish_reason, "stop", False
+        reason, request.finish_reason, request.held.is_broken = request.finish_reason, "stop", False
         super()._release(request)
         request.finish_reason = reason
 
@@ -244,8 +244,8 @@ class PublishesBeforeLookahead(Memory):
 
 class InsertsTwice(Memory):
     def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
-        if request.node is not None and not leaving:
-            request.node.children.clear()
+        if request.held.node is not None and not leaving:
+            request.held.node.children.clear()
         return super()._publish(request, cells, leaving)
 
 
@@ -253,12 +253,12 @@ class SharesUnscoredPrompts(Memory):
     def admit(self, request: Request, promised: int) -> bool:
         admitted = super().admit(request, promised)
         if admitted and request.scores_prompt and self.caches:
-            self.cache.leave(request.node)
+            self.cache.leave(request.held.node)
             path = self._match(request)
             self.cache.use(path)
-            request.node = path[-1] if path else self.cache.root
-            request.pages = [node.page for node in path]
-            request.shared, request.num_cells = len(path), len(path) * self.page_size
+            request.held.node = path[-1] if path else self.cache.root
+            request.held.pages = [node.page for node in path]
+            request.held.shared, request.held.num_cells = len(path), len(path) * self.page_size
         return admitted
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.cache.prefix_cache import Node
-from sglcore.schedule.cache.request_pages import Memory
-from sglcore.schedule.cache.window_pages import Windows
+from sglcore.schedule.cache.request_pages import Holder, Memory
+from sglcore.schedule.cache.window_pages import WindowList, Windows
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
@@ -76,8 +76,8 @@ class SeesATokenLess(Silent):
 
 
 class FreesAPageLate(Windows):
-    def slide(self, request: Request, cells: int) -> bool:
-        return super().slide(request, cells - self._page_size)
+    def slide(self, held: WindowList, cells: int) -> bool:
+        return super().slide(held, cells - self._page_size)
 
 
 class NeverSlidesRows(RunningRequests):
@@ -96,10 +96,10 @@ class KeepsTheEntry(Silent):
         super()._evict()
         node.window_page = page
 
-    def restore(self, request: Request, path: Sequence[Node]) -> None:
+    def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
         for node in path[self.first_seen(len(path)) :]:
             self._nodes.setdefault(node.window_page, node)
-        super().restore(request, path)
+        super().restore(held, path, ends)
 
 
 class SharesWithAHole(Silent):
@@ -108,9 +108,9 @@ class SharesWithAHole(Silent):
     def reachable(self, path: Sequence[Node]) -> int:
         return next((depth for depth in range(len(path), 0, -1) if path[depth - 1].window_page), 0)
 
-    def restore(self, request: Request, path: Sequence[Node]) -> None:
-        super().restore(request, path)
-        request.window_pages = [page or 1 for page in request.window_pages]
+    def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
+        super().restore(held, path, ends)
+        held.pages = [page or 1 for page in held.pages]
 
 
 class GivesAUsedPageAway(Silent):
@@ -125,44 +125,44 @@ class GivesAUsedPageAway(Silent):
 class ForgetsUsers(Silent):
     """A prefix hit does not lock its window pages."""
 
-    def restore(self, request: Request, path: Sequence[Node]) -> None:
-        super().restore(request, path)
-        for node in path[request.window_first :]:
+    def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
+        super().restore(held, path, ends)
+        for node in path[held.first :]:
             self._unused[node.window_page] = None
 
 
 class CountsNoUsers(Windows):
-    def restore(self, request: Request, path: Sequence[Node]) -> None:
-        super().restore(request, path)
-        for node in path[request.window_first :]:
+    def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
+        super().restore(held, path, ends)
+        for node in path[held.first :]:
             node.window_users -= 1
 
 
 class KeepsUsedPagesAmongTheUnused(Windows):
-    def restore(self, request: Request, path: Sequence[Node]) -> None:
-        super().restore(request, path)
-        self._unused.update(dict.fromkeys(request.window_pages))
+    def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
+        super().restore(held, path, ends)
+        self._unused.update(dict.fromkeys(held.pages))
 
 
 class ForgetsWhatItKeeps(Windows):
-    def slide(self, request: Request, cells: int) -> bool:
+    def slide(self, held: WindowList, cells: int) -> bool:
         kept = self.kept
-        has_slid = super().slide(request, cells)
+        has_slid = super().slide(held, cells)
         self.kept = kept
         return has_slid
 
 
 class LosesPagesOfWhoLeaves(Windows):
-    def release(self, request: Request) -> None:
-        request.window_pages = request.window_pages[1:]
-        super().release(request)
+    def release(self, held: WindowList) -> None:
+        held.pages = held.pages[1:]
+        super().release(held)
 
 
 class LosesKeptPages(Windows):
-    def release(self, request: Request) -> None:
-        self.kept -= len(request.kept_windows)
-        request.kept_windows.clear()
-        super().release(request)
+    def release(self, held: WindowList) -> None:
+        self.kept -= len(held.kept)
+        held.kept.clear()
+        super().release(held)
 
 
 class LosesPagesOfEvictedNodes(Windows):
@@ -187,23 +187,23 @@ class PublishesBeforeCollect(Scheduler):
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
         for request, _ in chunks:
-            self.running.memory.publish(request, request.num_cells)
+            self.running.memory.publish(request, request.held.num_cells)
 
 
 class PublishesWhatFailed(Memory):
-    def release(self, request: Request, cells: int) -> None:
-        if not cells and request.node is not None:
-            self._publish_windows(request, request.num_cells // self.page_size)
+    def release(self, request: Holder, cells: int) -> None:
+        if not cells and request.held.node is not None:
+            self._publish_windows(request, request.held.num_cells // self.page_size)
         super().release(request, cells)
 
 
 class PublishesIncompletePages(Memory):
-    def _publish_windows(self, request: Request, full: int) -> None:
-        super()._publish_windows(request, min(full + 1, len(request.pages)))
+    def _publish_windows(self, request: Holder, full: int) -> None:
+        super()._publish_windows(request, min(full + 1, len(request.held.pages)))
 
 
 class PublishesOneNodeUp(Memory):
-    def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
+    def _path(self, request: Holder, first: int, end: int) -> list[Node | None]:
         return super()._path(request, max(first - 1, 0), max(end - 1, 0))
 
 
@@ -220,7 +220,7 @@ class SendsNoListAfterADrop(BatchBuilder):
     def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
         rows.sent_window_starts[chosen] = rows.window_starts[chosen]
         for request, _ in chunks:
-            request.sent_window_first = request.window_first
+            request.run.sent_window_first = request.held.windows.first
         return super().build(step, rows, chosen, chunks, collected, saves)
 
 
