@@ -23,7 +23,7 @@ from sglcore.core.errors import StrictError
 from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels import reference_kernels
-from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted
+from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted, fitted_to
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore.runtime.tp_worker import TpModelWorker
 from tests.checkpoints import bert, llama, qwen3, qwen3_moe, save
@@ -70,6 +70,38 @@ def test_a_refusal_is_a_row_that_names_what_was_wanted_the_reason_and_the_remedy
     assert row.effective == "sglcore.runtime.kernels.reference_kernels:rotary" and row.downgrade
     assert row.reason.startswith("8 of 16 elements of a head are rotated; found q float32[1, 64], k float32[1, 64], ")
     assert "head_dim 16" in row.reason and "--kernels reference" in row.remedy
+
+
+WHOLE = (*PARTLY[:3], CACHE, 8)
+"""A call that `whole` takes."""
+
+
+def of_library() -> KernelTable:
+    """Return a table with `rotary` of a vendor's library before the device's own."""
+    table = KernelTable().replace(rotary=quick_rotary)
+    return table.offering("acme-kernels", "rotary", lambda: Limited(vendor_rotary, whole))
+
+
+def test_an_entry_that_a_library_serves_is_a_row_that_names_it() -> None:
+    refusals = Refusals()
+    assert choose(of_library(), KernelTable.rotary, WHOLE, refusals) is vendor_rotary
+    (row,) = refusals.rows()
+    assert (row.topic, row.effective, row.downgrade) == ("kernel rotary", "acme-kernels", False)
+    assert row.reason.startswith(f"{__name__}: first candidate")
+
+
+def test_an_own_function_is_no_librarys() -> None:
+    refusals = Refusals()
+    choose(KernelTable().replace(rotary=Limited(vendor_rotary, whole)), KernelTable.rotary, WHOLE, refusals)
+    assert list(refusals.rows()) == []
+
+
+def test_a_library_that_refuses_one_of_several_calls_serves_none_of_them() -> None:
+    refusals = Refusals()
+    calls = ((KernelTable.rotary, WHOLE), (KernelTable.rotary, PARTLY))
+    assert fitted_to(of_library(), calls, refusals).rotary is quick_rotary
+    (row,) = refusals.rows()
+    assert row.downgrade and row.requested.endswith(":vendor_rotary")
 
 
 def test_kernels_that_refuse_for_one_reason_are_one_row() -> None:

@@ -28,7 +28,7 @@ def test_with_the_libraries_the_numbers_are_transformers(
     monkeypatch: pytest.MonkeyPatch, sparse_model: tuple[Oracle, Path]
 ) -> None:
     told = hold(sparse_model, package.name, monkeypatch)
-    assert any(library.origin in told for library in LIBRARIES)
+    assert any(f": {library.module}: {library.origin}: first candidate" in told for library in LIBRARIES)
 
 
 @pytest.mark.parametrize(

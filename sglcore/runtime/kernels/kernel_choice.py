@@ -6,7 +6,7 @@ layer is built, and when the pools exist. Nothing is chosen when a kernel runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import dropwhile
 from typing import Any, TypeVar, cast
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglcore.core.ledger import Row
 from sglcore.runtime.kernels.entry import Entry, Kernel
-from sglcore.runtime.kernels.table import KernelTable, origin_of
+from sglcore.runtime.kernels.table import KernelTable, Limited, origin_of
 
 K = TypeVar("K")
 Call = Sequence[object]
@@ -26,10 +26,20 @@ REMEDY = "another --dtype or model, or --kernels reference, which is slow and ta
 
 
 class Refusals:
-    """Collects the calls that kernels refused, and makes ledger rows of them."""
+    """Collects the calls that kernels refused, and the entries that a vendor's library serves, and
+    makes ledger rows of both.
+    """
 
     def __init__(self) -> None:
         self._by_reason: dict[str, dict[tuple[str, str], Row]] = {}
+        self._taken: dict[str, dict[str, str]] = {}
+
+    def took(self, entry: Entry[Any], taken: Limited) -> None:
+        """Record that a candidate which calls a vendor's library is chosen for an entry. Does
+        nothing for other candidates.
+        """
+        if taken.library:
+            self._taken.setdefault(taken.library, {})[entry.name] = origin_of(taken.function)
 
     def add(self, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call) -> None:
         """Record that a candidate, `refuses`, does not take a call, with its reason.
@@ -41,19 +51,33 @@ class Refusals:
         row = Row(entry.name, origin_of(refuses), instead, found, REMEDY, downgrade=True)
         self._by_reason.setdefault(reason, {}).setdefault((row.topic, row.requested), row)
 
-    def rows(self) -> Iterator[Row]:
-        """Yield one ledger row per reason, with all kernels named.
+    def gave_up(self, entry: Entry[Any], dropped: Limited) -> None:
+        """Record that a candidate was removed from the table: it serves no call of the entry."""
+        self._taken.get(dropped.library, {}).pop(entry.name, None)
 
-        A row also shows the call that the first of these kernels refused.
+    def rows(self) -> Iterator[Row]:
+        """Yield one ledger row per library that serves entries, and one per reason of a refusal,
+        with all kernels named.
+
+        A row of a refusal also shows the call that the first of these kernels refused.
         """
+        for library, taken in self._taken.items():
+            if not taken:
+                continue
+            why = f"{_modules(taken.values())}: first candidate that takes the model's calls"
+            yield Row(_topic(taken), "auto", library, why, "--kernels reference, which is slow")
         for found in self._by_reason.values():
             rows = tuple(found.values())
-            names = ", ".join(dict.fromkeys(row.topic for row in rows))
+            topic = _topic(dict.fromkeys(row.topic for row in rows))
             if len(rows) == 1:
-                yield replace(rows[0], topic=f"kernel {names}")
+                yield replace(rows[0], topic=topic)
             else:
                 wanted, instead = _modules(row.requested for row in rows), _modules(row.effective for row in rows)
-                yield replace(rows[0], topic=f"kernels {names}", requested=wanted, effective=instead)
+                yield replace(rows[0], topic=topic, requested=wanted, effective=instead)
+
+
+def _topic(names: Collection[str]) -> str:
+    return f"kernel{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
 def _modules(origins: Iterable[str]) -> str:
@@ -71,6 +95,8 @@ def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals |
     for place, candidate in enumerate(candidates, 1):
         reason = candidate.refusal(*described)
         if not reason:
+            if refusals is not None:
+                refusals.took(entry, candidate)
             return cast("K", candidate.function)
         if refusals is not None:
             after = candidates[place].function if place < len(candidates) else None
@@ -84,6 +110,9 @@ def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals
     """
     chosen, held = choose(table, entry, call, refusals), table.candidates[entry.name]
     left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
+    for dropped in held[: len(held) - len(left)]:
+        if refusals is not None:
+            refusals.gave_up(entry, dropped)
     return table if left == held else table.narrowed(entry.name, left)
 
 

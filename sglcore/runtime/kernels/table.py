@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Self, TypeAlias
 
@@ -99,6 +99,9 @@ class Limited:
     trial: Trial | None = None
     """For a function that calls a vendor's library: how it is tried before it is chosen. None: it
     is not tried."""
+    library: str = ""
+    """The vendor's library that it calls, for the ledger; `KernelTable.offering` sets it. Empty: it
+    calls none."""
 
     def refusal(self, *call: object) -> str:
         """Return why the function does not get calls with these arguments: what `takes` says, or
@@ -464,7 +467,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         `library` is a name for the reason.
         """
         try:
-            return self.replace(**{entry: make()})
+            return self.replace(**{entry: replace(make(), library=library)})
         except ImportError as reason:
             return self.refusing(f"{library} refused for {entry}: {reason}")
         except SglcoreError:
