@@ -36,6 +36,6 @@ def test_without_an_operator_the_numbers_are_the_same(
     for name in missing:
         monkeypatch.setattr(torch.ops.npu, name, Failing())
     told = hold(sparse_model, package.name, monkeypatch)
-    # No operator serves DeepSeek-V4's layers: its entries have another form, its norms another type.
+    # No operator serves DeepSeek-V4: its entries have another form, its norms another dtype.
     is_served = sparse_model[0].config.model_type != "deepseek_v4"
     assert is_served == ("its first call failed: RuntimeError" in told)
