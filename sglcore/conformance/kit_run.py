@@ -14,14 +14,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from sglcore.config.engine_config import resolve_config
-from sglcore.conformance.harness import Harness, Result, random_prompts
+from sglcore.conformance.harness import Harness
 from sglcore.conformance.inputs.kit_models import SETTINGS, SMOOTH, write_checkpoint
 from sglcore.conformance.inputs.kit_models_sparse import SPARSE_MODELS
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import Mutant
-from sglcore.conformance.oracle import Oracle, check_results
+from sglcore.conformance.oracle import Oracle, ReferenceOracle, check_results
 from sglcore.conformance.recorded_steps import Record, Replayed, replay
 from sglcore.conformance.reference_parts import REFERENCE
+from sglcore.conformance.session import Result
 from sglcore.conformance.target import Geometry, Target
 from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.runtime.memory.pools import PoolKind
@@ -76,6 +78,11 @@ class Kit:
         self._references: dict[tuple[str, int, int], Harness] = {}
         self._oracles: dict[tuple[str, int], Oracle] = {}
 
+    def broken_by(self, mutant: Mutant) -> Kit:
+        """Return a kit with the same models and settings for the device with `mutant` planted. The
+        caller closes it."""
+        return Kit(self.target.broken_by(mutant), self.folder, self.settings)
+
     def take_case(self, law: Law, case: str) -> None:
         """Choose how `open` and `harness` start devices from now on. If Triton is interpreted and
         `law.interpreted` is a set without this case, devices run the reference's kernels and, if
@@ -114,7 +121,7 @@ class Kit:
         arguments return the same one."""
         key = (model, head_dim)
         if key not in self._oracles:
-            self._oracles[key] = Oracle(self.reference(model, head_dim))
+            self._oracles[key] = ReferenceOracle(self.reference(model, head_dim))
         return self._oracles[key]
 
     def open(
@@ -273,7 +280,7 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
     missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
     if missing:
         return None, f"{mutant.name} cannot be planted: the device has no {missing}"
-    broken = Kit(kit.target.broken_by(mutant), kit.folder, kit.settings)
+    broken = kit.broken_by(mutant)
     try:
         outcomes: list[Outcome] = []
         for case in sorted(law.cases(broken.target), key=lambda case: case != mutant.case):

@@ -1,22 +1,33 @@
-"""The reference's log-probabilities of a text, and the comparison of a device's results with
-them."""
+"""An oracle's log-probabilities of a text, and the comparison of a device's results with them. The
+kit's own oracle is the reference device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.conformance.harness import Harness, Result
-from sglcore.conformance.inputs.kit_models import FIRST_TOKEN, VOCAB
+from sglcore.conformance.harness import Harness
+from sglcore.conformance.inputs.prompts import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
+from sglcore.conformance.session import Result
 from sglcore.worker.model_worker import TokenLogprobs
 
 Scores = NDArray[np.float32]
 
 
-class Oracle:
+class Oracle(Protocol):
+    """Knows the correct distributions over the next token."""
+
+    def logprobs(self, ids: Sequence[int]) -> Scores:
+        """Return log-probabilities float32 [len(ids), vocab], by token id; row i is of the token
+        after ids[i]. Waits."""
+        ...
+
+
+class ReferenceOracle:
     """The reference's distributions over the next token, from one prefill for each text; kept,
     because laws request texts again. `harness` is the started reference."""
 
@@ -44,11 +55,11 @@ def _dense(found: TokenLogprobs) -> Scores:
 
 
 def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -> float:
-    """Check that every log-probability is the reference's for the same text, and that each greedy
-    token is at most twice the tolerance below the reference's best. `tolerance`: in nats.
+    """Check that every log-probability is the oracle's for the same text, and that each greedy
+    token is at most twice the tolerance below the oracle's best. `tolerance`: in nats.
 
     Returns the largest difference. Raises LawBroken with the first divergent token, and with the
-    margin of the reference's two best tokens.
+    margin of the oracle's two best tokens.
     """
     worst = 0.0
     for number, result in enumerate(results):
@@ -64,7 +75,7 @@ def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -
 
 
 def _scored(result: Result, expected: Scores) -> Iterator[tuple[int, TokenLogprobs, Scores]]:
-    """Yield (position of the token in the text, the device's record of it, the reference's
+    """Yield (position of the token in the text, the device's record of it, the oracle's
     log-probabilities [vocab]) for each scored prompt token and each output token of a result."""
     start = len(result.prompt)
     place = 1
@@ -99,8 +110,8 @@ def _divergence(
     part = "prompt" if place < len(result.prompt) else "output"
     return (
         f"{who}: the first divergent token is number {place} of the text ({part}, id {token}): log-probability "
-        f"{float(found.chosen[0]):.5f}, the reference says {float(row[token]):.5f}; largest difference {error:.3g} "
-        f"where {bound:g} is allowed; the reference's two best are {order.tolist()}, {margin:.3g} apart"
+        f"{float(found.chosen[0]):.5f}, the oracle says {float(row[token]):.5f}; largest difference {error:.3g} "
+        f"where {bound:g} is allowed; the oracle's two best are {order.tolist()}, {margin:.3g} apart"
     )
 
 
@@ -110,6 +121,6 @@ def _check_greedy(number: int, result: Result, expected: Scores, tolerance: floa
         below = float(row.max() - row[token])
         if below > 2 * tolerance:
             raise LawBroken(
-                f"request {number}: greedy token {index} is {token}, {below:.3g} below the reference's best "
+                f"request {number}: greedy token {index} is {token}, {below:.3g} below the oracle's best "
                 f"{int(row.argmax())}, where {2 * tolerance:g} is allowed"
             )

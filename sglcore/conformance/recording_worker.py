@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sglcore.worker.model_worker import BatchResult, Limits, ModelWorker, Ticket
 from sglcore.worker.schedule_batch import ScheduleBatch
+from sglcore.worker.swap_counts import SwapCounts
 
 STRIDE = 1 << 20
 """Composition numbers for one scheduler. A worker takes equal numbers for equal rows, so each
@@ -13,12 +14,14 @@ scheduler gets a range of its own."""
 
 class RecordingWorker:
     """A `ModelWorker` that passes every call on to `worker`. `paths`: what ran ("eager", or a
-    graph's kind and bucket). `steps`: batch and result of each step since `keep` was set, in the
-    order of `collect`. Set `keep` while no step is in flight."""
+    graph's kind and bucket). `swaps`: the sum of the steps' counts of entries in host memory.
+    `steps`: batch and result of each step since `keep` was set, in the order of `collect`. Set
+    `keep` while no step is in flight."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
         self.paths: set[str] = set()
+        self.swaps = SwapCounts()
         self.keep = False
         self.steps: list[tuple[ScheduleBatch, BatchResult]] = []
         self._sent: dict[int, ScheduleBatch] = {}
@@ -46,6 +49,7 @@ class RecordingWorker:
         """Wait for a step and return its results; record its path and, with `keep`, the step."""
         result = self.worker.collect(ticket)
         self.paths.add(result.path)
+        self.swaps += result.swaps or SwapCounts()
         if self.keep:
             self.steps.append((self._sent.pop(ticket.step), result))
         return result

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.checkpoint.moe_spec import RoutingSpec
 from sglcore.layers.build_scope import Scope
 from sglcore.layers.linear import Linear
+from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
 
 
@@ -29,14 +33,9 @@ def make_routing(build: Scope, routing: RoutingSpec, moe: MoeConfig) -> Routing:
     """Return the router that `routing.score` names; `build` is the scope of the block, in which
     `routing.gate` names the linear layer.
     """
-    gate = routing.gate
     if routing.score == "softmax":
-        return SoftmaxRouting(build, gate, moe, routing.bias)
-    if routing.score == "group_limited":
-        return GroupLimitedRouting(build, gate, moe)
-    if routing.score == "sigmoid":
-        return SigmoidRouting(build, gate, moe)
-    return HashRouting(build, gate, moe) if routing.score == "table" else SqrtSoftplusRouting(build, gate, moe)
+        return SoftmaxRouting(build, routing.gate, moe, routing.bias)
+    return FloatRouting(build, routing.gate, moe, FLOAT_SCORES[routing.score])
 
 
 class SoftmaxRouting:
@@ -59,109 +58,74 @@ class SoftmaxRouting:
         return self._route(self.gate(hidden), self._top_k, self._normalize)
 
 
-class _Gate:
-    """A router's linear layer without bias, in float32: [T, H] to logits [T, E]."""
+@dataclass(frozen=True, slots=True)
+class FloatScore:
+    """A way to choose experts by float32 logits: the kernel, and what it reads after the logits."""
 
-    __slots__ = ("_linear", "weight")
-
-    def __init__(self, build: Scope, moe: MoeConfig) -> None:
-        hidden = build.config.hidden_size
-        self.weight = build.parameter("weight", moe.num_experts, hidden, dtype=torch.float32)
-        self._linear = build.kernel(KernelTable.linear, build.rows(hidden).float(), self.weight, None)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self._linear(hidden.float(), self.weight, None)
-
-
-class GroupLimitedRouting:
-    """Chooses the experts with the largest softmax probabilities, only in the `moe.top_groups`
-    groups with the largest ones; the weights are these probabilities times `moe.scale`
-    (`KernelTable.group_limited_routing`). Logits are float32."""
-
-    __slots__ = ("_gate", "_route", "_rules")
-
-    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        self._gate = _Gate(build.at(gate), moe)
-        self._rules = moe.experts_per_token, moe.num_groups, moe.top_groups, moe.scale
-        logits = build.rows(moe.num_experts).float()
-        self._route = build.kernel(KernelTable.group_limited_routing, logits, *self._rules)
-
-    def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
-        [T, H]; `input_ids` are not read.
-        """
-        weights, experts = self._route(self._gate(hidden), *self._rules)
-        return weights.to(hidden.dtype), experts
-
-
-class SigmoidRouting:
-    """Chooses the experts with the largest sigmoid plus a bias for each expert, within the best
-    groups. Their weights are the sigmoids without the bias, divided by their sum if
-    `moe.normalize`, times `moe.scale` (`KernelTable.sigmoid_routing`). Logits are float32."""
-
-    __slots__ = ("_gate", "_route", "_rules", "bias")
-
-    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        self._gate = _Gate(build.at(gate), moe)
-        self.bias = _bias(build.at(gate), moe)
-        self._rules = moe.experts_per_token, moe.num_groups, moe.top_groups, moe.normalize, moe.scale
-        logits = build.rows(moe.num_experts).float()
-        self._route = build.kernel(KernelTable.sigmoid_routing, logits, self.bias, *self._rules)
-
-    def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
-        [T, H]; `input_ids` are not read.
-        """
-        weights, experts = self._route(self._gate(hidden), self.bias, *self._rules)
-        return weights.to(hidden.dtype), experts
-
-
-class SqrtSoftplusRouting:
-    """Chooses the experts with the largest sqrt(softplus(logit)) plus a bias for each expert. Their
-    weights are without the bias, divided by their sum, times `moe.scale`
-    (`KernelTable.sqrtsoftplus_routing`). Logits are float32."""
-
-    __slots__ = ("_gate", "_route", "_rules", "bias")
-
-    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        self._gate = _Gate(build.at(gate), moe)
-        self.bias = _bias(build.at(gate), moe)
-        self._rules = moe.experts_per_token, moe.scale
-        logits = build.rows(moe.num_experts).float()
-        self._route = build.kernel(KernelTable.sqrtsoftplus_routing, logits, self.bias, *self._rules)
-
-    def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
-        [T, H]; `input_ids` are not read.
-        """
-        weights, experts = self._route(self._gate(hidden), self.bias, *self._rules)
-        return weights.to(hidden.dtype), experts
-
-
-class HashRouting:
-    """Takes each token's experts from a table by token id, `tid2eid` [vocab, K]; their weights are
-    those of `SqrtSoftplusRouting` (`KernelTable.hash_routing`).
-    """
-
-    __slots__ = ("_gate", "_route", "_scale", "table")
-
-    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        scope = build.at(gate)
-        self._gate = _Gate(scope, moe)
-        self.table = scope.parameter("tid2eid", build.config.vocab_size, moe.experts_per_token, dtype=torch.int32)
-        build.weights.bounds.append((f"{scope.prefix}tid2eid", self.table, moe.num_experts))
-        self._scale = moe.scale
-        logits, ids = build.rows(moe.num_experts).float(), build.indices()
-        self._route = build.kernel(KernelTable.hash_routing, logits, ids, self.table, self._scale)
-
-    def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
-        [T, H] and `input_ids` int [T], which are required.
-        """
-        assert input_ids is not None
-        weights, experts = self._route(self._gate(hidden), input_ids, self.table, self._scale)
-        return weights.to(hidden.dtype), experts
+    entry: Entry[Any]
+    """The kernel's entry in the table: called with logits [T, E], the token ids if
+    `reads_token_ids`, the operand if there is one, and the rules."""
+    rules: Callable[[MoeConfig], tuple[float, ...]]
+    """Returns the kernel's numbers."""
+    operand: Callable[[Scope, MoeConfig], Tensor] | None = None
+    """Declares the tensor that the checkpoint has in addition to the logits' weight. None: it has
+    none."""
+    reads_token_ids: bool = False
+    """Whether the experts depend on the token ids."""
 
 
 def _bias(gate: Scope, moe: MoeConfig) -> Tensor:
     return gate.parameter("e_score_correction_bias", moe.num_experts, dtype=torch.float32)
+
+
+def _table(gate: Scope, moe: MoeConfig) -> Tensor:
+    table = gate.parameter("tid2eid", gate.config.vocab_size, moe.experts_per_token, dtype=torch.int32)
+    gate.weights.bounds.append((f"{gate.prefix}tid2eid", table, moe.num_experts))
+    return table
+
+
+FLOAT_SCORES: Mapping[str, FloatScore] = MappingProxyType(
+    {
+        "group_limited": FloatScore(
+            KernelTable.group_limited_routing,
+            lambda moe: (moe.experts_per_token, moe.num_groups, moe.top_groups, moe.scale),
+        ),
+        "sigmoid": FloatScore(
+            KernelTable.sigmoid_routing,
+            lambda moe: (moe.experts_per_token, moe.num_groups, moe.top_groups, moe.normalize, moe.scale),
+            _bias,
+        ),
+        "sqrtsoftplus": FloatScore(
+            KernelTable.sqrtsoftplus_routing, lambda moe: (moe.experts_per_token, moe.scale), _bias
+        ),
+        "table": FloatScore(KernelTable.hash_routing, lambda moe: (moe.scale,), _table, reads_token_ids=True),
+    }
+)
+"""The scores of `RoutingSpec` with float32 logits."""
+
+
+class FloatRouting:
+    """A router with float32 logits from a linear layer without bias, [T, H] to [T, E]; `score`
+    says how it chooses experts. `operands`: the further tensors that it reads."""
+
+    __slots__ = ("_linear", "_reads_token_ids", "_route", "_rules", "operands", "weight")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig, score: FloatScore) -> None:
+        scope, hidden = build.at(gate), build.config.hidden_size
+        self.weight = scope.parameter("weight", moe.num_experts, hidden, dtype=torch.float32)
+        self.operands = () if score.operand is None else (score.operand(scope, moe),)
+        self._linear = build.kernel(KernelTable.linear, build.rows(hidden).float(), self.weight, None)
+        self._rules, self._reads_token_ids = score.rules(moe), score.reads_token_ids
+        ids = (build.indices(),) if score.reads_token_ids else ()
+        logits = build.rows(moe.num_experts).float()
+        self._route = build.kernel(score.entry, logits, *ids, *self.operands, *self._rules)
+
+    def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights [T, K] with the dtype of `hidden`, and expert numbers [T, K], for `hidden`
+        [T, H]. A router that reads token ids requires `input_ids`, int [T].
+        """
+        assert input_ids is not None or not self._reads_token_ids
+        ids = (input_ids,) if self._reads_token_ids else ()
+        logits = self._linear(hidden.float(), self.weight, None)
+        weights, experts = self._route(logits, *ids, *self.operands, *self._rules)
+        return weights.to(hidden.dtype), experts

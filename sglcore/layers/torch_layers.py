@@ -27,7 +27,7 @@ from sglcore.layers.hyper_connections import HyperConnection, HyperHead
 from sglcore.layers.latent_attention import LatentAttention, Projections
 from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, MappedHead, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
-from sglcore.layers.moe import Moe, make_experts
+from sglcore.layers.moe import Experts
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
@@ -204,11 +204,12 @@ class Build(Scope):
 
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
-    ) -> Moe:
+    ) -> Experts:
         """Return a router and experts, all on this device: [T, H] to the weighted sum [T, H] of the
-        experts that the router chooses for each token.
+        experts that the router chooses for each token. Raises `ConfigError` for MXFP4 codes in a
+        form that no kernel takes.
         """
-        return make_experts(self.at(name), moe, spec, routing)
+        return Experts(self.at(name), moe, spec, routing)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
         """Return down(silu(gate(x)) * up(x)), `size` wide inside, with gate at most `limit`, and up

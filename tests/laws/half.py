@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.checkpoints import llama, save
-from tests.laws.engine import TokenEngine, random_prompts
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 
 TOLERANCE = 0.01
 """Tolerance of a log-probability in float16 over two layers, against float32; a wrong mask or page
@@ -48,11 +47,5 @@ def check(folder: Path, oracle: Any, device: str, attention: str, graph: str, **
         results = engine.run(random_prompts(5, (3, 19, 33)), 6, score_prompts=True, stagger=2)
     finally:
         engine.worker.close()
-    for result in results:
-        ids = result.prompt + result.tokens
-        with torch.no_grad():
-            expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
-        wanted = [float(expected[i - 1, ids[i]]) for i in range(1, len(ids))]
-        found = [*result.prompt_logprobs, *result.logprobs]
-        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+    check_logprobs(results, oracle, TOLERANCE)
     return engine.paths

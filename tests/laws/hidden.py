@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglcore.engine.output_processor import HiddenParts
+from sglcore.conformance.session import Session
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
-from sglcore.schedule.step_loop import Loop
 
 TOLERANCE = 2e-4
 NORMS = ("norm", "norm_f", "embedding_norm", "final_layernorm", "ln_f")
 """Names of the last norm in transformers' models."""
 States = NDArray[np.float32]
-
-
-class Driven(Protocol):
-    """An engine or a session of a test: a scheduler and its loop."""
-
-    scheduler: Any
-    loop: Loop
 
 
 def last_norm(oracle: Any) -> Any:
@@ -49,23 +41,14 @@ def make_requests(prompts: Sequence[list[int]], count: int, **params: Any) -> li
     return [Request(f"h{place}-{id(made)}", np.array(ids, np.int32), made) for place, ids in enumerate(prompts)]
 
 
-def run_for_states(engine: Driven, requests: Sequence[Request], stagger: int = 0) -> list[States | None]:
+def run_for_states(engine: Session, requests: Sequence[Request], stagger: int = 0) -> list[States | None]:
     """Run requests to their end, adding one every `stagger` steps (0: all at once); return the
     hidden states of each, as a caller gets them."""
-    parts = {request.rid: HiddenParts(request.params.return_hidden_states) for request in requests}
-    waiting, step = list(requests), 0
-    while waiting or engine.loop.has_work:
-        while waiting and (not stagger or step % stagger == 0):
-            engine.scheduler.add(waiting.pop(0))
-            if stagger:
-                break
-        for output in engine.loop.step() if engine.loop.has_work else ():
-            parts[output.request_id].take(output, len(output.token_ids), output.finished)
-        step += 1
-    engine.scheduler.audit()
-    for request in requests:
-        assert request.finish_reason == "length", request.error
-    return [parts[request.rid].whole() for request in requests]
+    engine.submit(requests, stagger)
+    engine.finish()
+    results = engine.end()
+    assert [result.finish for result in results] == ["length"] * len(results)
+    return [result.states for result in results]
 
 
 def check_states(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.runtime import speculative
 from sglcore.runtime.speculative.block_drafts import BlockDrafter
 from sglcore.runtime.speculative.chain_drafts import FeatureDrafter, StandaloneDrafter
@@ -32,9 +33,10 @@ from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens
 from tests.frozen_drafts import frozen
-from tests.laws.engine import TokenEngine, Watched
-from tests.laws.speculation.test_speculative_laws import CONTEXT, SAMPLING, VOCABULARY, Ran
+from tests.laws.engine import TokenEngine
+from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY
 from tests.laws.speculation.test_speculative_laws import run as run_texts
+from tests.laws.speculation.texts import SAMPLING, Ran
 
 TOKENS, BLOCK = 3, 5
 TREE = MappingProxyType({"draft_width": 3, "draft_depth": 3, "draft_tokens": 7})
@@ -209,7 +211,7 @@ class Steered:
         return torch.tensor(steered, dtype=torch.int32).view(tokens.shape).to(tokens.device)
 
 
-class InFlight(Watched):
+class InFlight(RecordingWorker):
     """Also records the largest number of steps that were submitted and not collected."""
 
     most = now = 0

@@ -35,14 +35,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(engine: TokenEngine, **how: Any) -> list[Result]:
     """Run the law's requests, all sampled."""
-    return engine.run(random_prompts(31, LENGTHS), TOKENS, grammars=GRAMMARS, changing=12, **SAMPLING, **how)
+    return engine.run(random_prompts(31, LENGTHS), TOKENS, grammars=GRAMMARS, changing=(12,), **SAMPLING, **how)
 
 
 def alone(engine: TokenEngine) -> list[list[int]]:
     """Return each request's tokens when it runs alone."""
     prompts = random_prompts(31, LENGTHS)
     runs = [
-        engine.run([prompt], TOKENS, grammars=[seed], changing=12, **SAMPLING)
+        engine.run([prompt], TOKENS, grammars=[seed], changing=(12,), **SAMPLING)
         for prompt, seed in zip(prompts, GRAMMARS, strict=True)
     ]
     return [result.tokens for (result,) in runs]

@@ -3,7 +3,9 @@ not change a number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -13,9 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.conformance.mutant import become
+from sglcore.conformance.catalogue import laws_up_to
+from sglcore.conformance.harness import Harness
+from sglcore.conformance.kit_run import Kit, Trial, catches
+from sglcore.conformance.mutant import Mutant, become
+from sglcore.conformance.mutants import mutants_kept, mutants_worker
 from sglcore.conformance.mutants.mutants_attention import forgets_sinks, forgets_softcap
+from sglcore.conformance.oracle import Oracle
+from sglcore.conformance.session import Session
+from sglcore.conformance.target import Target, find_target
 from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.worker.model_worker import Limits
 from tests.checkpoints import (
     LLAMA3,
     exaone4,
@@ -36,7 +46,16 @@ from tests.checkpoints import (
     rope,
     save,
 )
-from tests.laws.engine import TokenEngine, check_greedy, check_logprobs, random_prompts
+from tests.laws.engine import (
+    BUCKETS,
+    SMALL,
+    TOKEN_BUCKETS,
+    TokenEngine,
+    TransformersOracle,
+    check_logprobs,
+    on_this_device,
+    random_prompts,
+)
 
 CONTEXT = 128
 ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
@@ -80,6 +99,21 @@ class Case:
             found = [self.oracle.generate(torch.tensor([prompt]), **greedy) for prompt in self.prompts]
         return [out[0, len(prompt) :].tolist() for out, prompt in zip(found, self.prompts, strict=True)]
 
+    def kit(self, graph: str, **settings: Any) -> ModelKit:
+        """Return the kit with this model; the caller closes it."""
+        given = {"graph": graph, "graph_buckets": BUCKETS, "graph_token_buckets": TOKEN_BUCKETS}
+        target = find_target(os.environ["LANE_DEVICE"])
+        return ModelKit(target, self, {**SMALL, **on_this_device(), **given, **settings})
+
+    def hold(self, name: str, graph: str, **settings: Any) -> Limits:
+        """Hold a law of the kit with this model; return the worker's limits."""
+        with closing(self.kit(graph, **settings)) as kit:
+            (law,) = laws_up_to("C2", (name,))
+            law.check(Trial(kit, law, "model"))
+            harness = kit.harness("model")
+            check_paths(harness, graph)
+            return harness.limits
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of one KV page in float32."""
         config = self.oracle.config
@@ -90,6 +124,23 @@ class Case:
         return page_size * layers * 2 * config.num_key_value_heads * head_dim * 4
 
 
+class ModelKit(Kit):
+    """The kit with the model and the oracle of a case in place of its own."""
+
+    def __init__(self, target: Target, case: Case, settings: Mapping[str, Any]) -> None:
+        super().__init__(target, case.folder, settings)
+        self.case = case
+
+    def broken_by(self, mutant: Mutant) -> Kit:
+        return ModelKit(self.target.broken_by(mutant), self.case, self.settings)
+
+    def checkpoint(self, model: str, head_dim: int) -> Path:
+        return self.case.folder
+
+    def oracle(self, model: str, head_dim: int) -> Oracle:
+        return TransformersOracle(self.case.oracle)
+
+
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield Case(request.param, tmp_path_factory.mktemp(request.param))
@@ -98,15 +149,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def check_64_greedy_steps(engine: TokenEngine, case: Case) -> None:
     """The tokens equal transformers' own greedy search, and so do their log-probabilities."""
     results = engine.run(case.prompts, 64)
-    check_greedy(results, case.oracle)
     check_logprobs(results, case.oracle)
     assert [result.tokens for result in results] == case.continuations
 
 
-def check_paths(engine: TokenEngine, graph: str) -> None:
+def check_paths(engine: Session | Harness, graph: str) -> None:
     """Decode steps were replayed if graphs were requested, and so were prompts if the graph kind
     captures prompts."""
-    kinds = {path.partition(":")[0] for path in engine.paths}
+    kinds = {path.partition(":")[0] for path in engine.recorder.paths}
     if graph == "off":
         assert kinds == {"eager"}
     elif graph == "native":
@@ -134,16 +184,7 @@ def test_random_chunks_and_ragged_arrivals_change_nothing(case: Case, graph: str
 
 
 def test_overlap_changes_nothing(case: Case, graph: str) -> None:
-    prompts = random_prompts(3, LENGTHS)
-    settings = {"graph": graph, "max_batch_tokens": 16, "graph_token_buckets": (16,)}
-    runs = []
-    for overlap in (True, False):
-        engine = TokenEngine(case.folder, overlap=overlap, **settings)
-        runs.append(engine.run(prompts, 16, temperature=0.9, seed=7, stagger=2))
-        check_paths(engine, graph)
-    assert [result.tokens for result in runs[0]] == [result.tokens for result in runs[1]]
-    for results in runs:
-        check_logprobs(results, case.oracle)
+    case.hold("overlap_is_sequential", graph, max_batch_tokens=16, graph_token_buckets=(16,))
 
 
 def test_any_page_order_and_size_changes_nothing(case: Case, graph: str) -> None:
@@ -155,27 +196,30 @@ def test_any_page_order_and_size_changes_nothing(case: Case, graph: str) -> None
 
 
 def test_prefix_hits_change_nothing(case: Case, graph: str) -> None:
-    engine = TokenEngine(case.folder, graph=graph)
-    base = random_prompts(8, (33,))[0]
-    check_logprobs(engine.run([base], 4), case.oracle)
-    others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
-    check_logprobs(engine.run([base, *others], 8), case.oracle)
-    if engine.worker.limits.keeps_state:  # a branch saves its state for the next
-        check_logprobs(engine.run(others, 8), case.oracle)
-        assert engine.scheduler.stats().snapshot_hits >= 4
-    assert engine.scheduler.stats().hit_tokens >= 32 + 3 * 20
-    check_paths(engine, graph)
+    case.hold("prefix_hits", graph)
 
 
 def test_retraction_and_recompute_change_nothing(case: Case, graph: str) -> None:
     pages = CONTEXT // 4 + 2
-    settings = {"graph": graph, "graph_token_buckets": (32,), "max_requests": 4}
-    engine = TokenEngine(case.folder, kv_cache_memory=pages * case.page_bytes(4), **settings)
-    assert engine.worker.limits.num_pages == pages
-    results = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
-    assert engine.scheduler.stats().retractions > 0
-    check_logprobs(results, case.oracle)
-    check_paths(engine, graph)
+    given = {"graph_token_buckets": (32,), "max_requests": 4, "kv_cache_memory": pages * case.page_bytes(4)}
+    assert case.hold("retraction", graph, **given).num_pages == pages
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "mutant"),
+    [
+        ("llama", "overlap_is_sequential", mutants_worker.REUSES_RESULTS),
+        ("llama", "prefix_hits", mutants_worker.LOSES_SHARED_PAGES),
+        ("qwen3-next", "prefix_hits", mutants_kept.LATE_SNAPSHOTS),
+        ("llama", "retraction", mutants_worker.FORGETS_OUTPUTS),
+    ],
+    indirect=["case"],
+)
+def test_laws_of_the_kit_catch_its_mutants_with_this_oracle(case: Case, name: str, mutant: Mutant) -> None:
+    (law,) = laws_up_to("C2", (name,))
+    with closing(case.kit("off")) as kit:
+        is_caught, text = catches(kit, law, mutant)
+    assert is_caught, text
 
 
 def test_stale_buffers_are_never_read(case: Case, graph: str) -> None:

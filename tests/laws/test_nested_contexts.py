@@ -16,7 +16,7 @@ from sglcore.runtime.forward_context import forward_context, get_forward_context
 from sglcore.runtime.speculative.drafter import DraftRows
 from tests.laws.proposers import PROPOSERS, Proposers, plain_fixture, proposers_fixture
 from tests.laws.speculation import test_speculative_laws as laws
-from tests.laws.speculation.test_speculative_laws import Ran, check_same
+from tests.laws.speculation.texts import Ran, check_same
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("graphs.native")

@@ -107,10 +107,8 @@ def embed(made: TokenEngine, prompts: Sequence[list[int]], types: Sequence[np.nd
         Request(f"embed-{number}", np.array(prompt), SamplingParams(), task="embed", token_types=of_prompt)
         for number, (prompt, of_prompt) in enumerate(zip_longest(prompts, types))
     ]
-    for request in requests:
-        made.scheduler.add(request)
-    while made.loop.has_work:
-        made.loop.step()
+    made.submit(requests)
+    made.finish()
     return np.stack([request.embedding for request in requests if request.embedding is not None])
 
 

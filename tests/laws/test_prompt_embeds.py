@@ -108,15 +108,13 @@ def serve(made: TokenEngine, prompts: list[PromptEmbeds | list[int]], max_tokens
     """Run all prompts together, greedily, with log-probabilities."""
     params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=max_tokens)
     requests: list[Request] = []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         embeds = prompt if isinstance(prompt, PromptEmbeds) else None
         ids = np.array(prompt.ids if isinstance(prompt, PromptEmbeds) else prompt, np.int32)
-        made._count += 1
-        requests.append(Request(f"r{made._count}-{number}", ids, params, embeds=embeds))
-        made.scheduler.add(requests[-1])
-    while made.loop.has_work:
-        made.loop.step()
-    made.scheduler.audit()
+        requests.append(made.request(ids, params))
+        requests[-1].embeds = embeds
+    made.submit(requests)
+    made.finish()
     return requests
 
 

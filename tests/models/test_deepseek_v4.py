@@ -46,10 +46,10 @@ def test_what_is_kept_in_float32_is_so_in_a_model_of_bfloat16(folder: Path) -> N
     layer = model.layers[2]
     attention, router, hashed = layer.self_attn.attention, layer.mlp.experts._route, model.layers[0].mlp.experts._route
     kept = [*layer.attn_hc.weights, *model.hc_head.weights, layer.input_layernorm.weight, model.norm.weight]
-    kept += [attention.sinks, attention.kv_norm, router.bias, router._gate.weight, hashed._gate.weight]
+    kept += [attention.sinks, attention.kv_norm, *router.operands, router.weight, hashed.weight]
     kept += [each for part in (attention.compressor, attention.indexer.compressor) for each in (part.ape, part.weight)]
     assert {each.dtype for each in kept} == {torch.float32}
-    assert layer.mlp.experts.w13.dtype is torch.bfloat16
+    assert layer.mlp.experts.weights[0].dtype is torch.bfloat16
 
 
 def test_tables_of_experts_have_whole_numbers_of_either_size(folder: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_tables_of_experts_have_whole_numbers_of_either_size(folder: Path, tmp_p
     for dtype in (torch.int32, torch.int64):
         changed = {name: each.to(dtype) for name, each in weights.items() if name.endswith("tid2eid")}
         save_file({**weights, **changed}, tmp_path / "model.safetensors")
-        found.append(load(tmp_path).layers[0].mlp.experts._route.table)
+        found.append(load(tmp_path).layers[0].mlp.experts._route.operands[0])
     assert torch.equal(*found) and torch.equal(found[0], weights["layers.0.ffn.gate.tid2eid"].int())
     save_file({**weights, **{name: each.float() for name, each in changed.items()}}, tmp_path / "model.safetensors")
     with pytest.raises(

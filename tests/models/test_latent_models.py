@@ -60,7 +60,7 @@ def test_in_bfloat16_what_is_chosen_is_scored_in_float32(make: Callable[..., Any
     """Rounding may change some choices and put those tokens far off, so the mean is compared."""
     oracle = make()
     model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
-    scored = [model.layers[1].mlp.experts._route._gate.weight]
+    scored = [model.layers[1].mlp.experts._route.weight]
     scored += [layer.indexer.weights_proj for layer in model.attention_layers if layer.indexer is not None]
     assert {each.dtype for each in scored} == {torch.float32}
     assert (Steps(model).logprobs({1: IDS}) - oracle_logprobs(oracle, IDS)).abs().mean() < 0.3

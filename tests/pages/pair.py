@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.engine.disaggregation.decode_side import DecodeSide
 from sglcore.engine.disaggregation.disaggregation_start import PageOptions, meet, settled
 from sglcore.engine.disaggregation.prefill_side import PromptSide
@@ -20,7 +18,7 @@ from sglcore.engine.start import Started, start
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_output import EngineOutput
-from tests.laws.engine import TOLERANCE, environ
+from tests.laws.engine import TOLERANCE, configured, on_this_device
 
 HERE = "127.0.0.1:0"
 PATIENCE = 60.0
@@ -42,30 +40,13 @@ class Text:
     error: str = ""
 
 
-def configured(folder: Path, **settings: Any) -> EngineConfig:
-    """A small configuration in float32 on the lane's device."""
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "threads": 1,
-        "max_requests": 6,
-        "page_size": 4,
-        "kv_cache_memory": 8 << 20,
-        "max_batch_tokens": 128,
-        "graph": "off",
-        "device": os.environ["LANE_DEVICE"],
-    }
-    if defaults["device"] != "cpu":
-        defaults |= {"attention_backend": "gathered", "kernels": "reference"}
-    return resolve_config({**defaults, **settings, "model": str(folder)}, environ())
-
-
 class Single:
     """An engine with a role, and the results of its requests."""
 
     def __init__(
         self, folder: Path, options: PageOptions = PageOptions(), sides: Sides = SOUND, **settings: Any
     ) -> None:
-        config = settled(configured(folder, **settings), options)
+        config = settled(configured(folder, **{"graph": "off", **on_this_device(), **settings}), options)
         self.started: Started = start(config)
         opened: Any = None
         if options.role != "both":

@@ -8,28 +8,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sglcore.config.engine_config import EngineConfig, resolve_config
+from sglcore.config.engine_config import EngineConfig
+from sglcore.conformance.recording_worker import RecordingWorker
+from sglcore.conformance.session import Session
 from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.start import start
 from sglcore.schedule.make_loop import make_loop
-from tests.laws.engine import TokenEngine, Watched, environ, random_prompts
+from tests.laws import engine
+from tests.laws.engine import TokenEngine, random_prompts
 from tests.parallel.forked import Defect, Forking
 
 
 def configured(folder: Path, **settings: Any) -> EngineConfig:
-    """A small configuration in float32 on the lane's device."""
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "threads": 1,
-        "max_requests": 6,
-        "page_size": 4,
-        "kv_cache_memory": 8 << 20,
-        "max_batch_tokens": 128,
-        "tp": 2,
-        "device": os.environ["LANE_DEVICE"],
-    }
-    return resolve_config({**defaults, **settings, "model": str(folder)}, environ())
+    """Return a small configuration in float32 on two ranks of the lane's device."""
+    return engine.configured(folder, **{"tp": 2, **settings})
 
 
 class RankedEngine(TokenEngine):
@@ -48,13 +41,11 @@ class RankedEngine(TokenEngine):
         self.forking = Forking(defect, method=method)
         self.started = start(config, ranks=RankOptions(self.forking, patience))
         self.worker: Any = self.started.worker
-        self.watched: Any = Watched(self.worker)
-        self.paths = self.watched.paths
+        recorder = RecordingWorker(self.worker)
         made: Any = make_loop(
-            self.watched, config.dp, overlap=config.overlap is not False, prefix_cache=config.prefix_cache
+            recorder, config.dp, overlap=config.overlap is not False, prefix_cache=config.prefix_cache
         )
-        self.scheduler, self.loop = made
-        self._count = 0
+        Session.__init__(self, recorder, *made)
 
     def __enter__(self) -> RankedEngine:
         return self
@@ -67,7 +58,7 @@ class RankedEngine(TokenEngine):
 
 def lead_and_die(folder: Path, pipe: Any) -> None:
     """Run a leader that is killed while its ranks run; their pids go to `pipe`."""
-    engine = RankedEngine(folder, method="fork")
-    engine.run(random_prompts(1, (5,)), 2)
-    pipe.send(engine.worker.pids)
+    ranked = RankedEngine(folder, method="fork")
+    ranked.run(random_prompts(1, (5,)), 2)
+    pipe.send(ranked.worker.pids)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -50,7 +50,7 @@ def _request(engine: RankedEngine, rng: np.random.Generator) -> Any:
         else {"temperature": 0.0}
     )
     params: Any = {"max_tokens": int(rng.integers(1, 40)), "ignore_eos": True, **drawn}
-    return engine._request(prompt, SamplingParams(**params))
+    return engine.request(prompt, SamplingParams(**params))
 
 
 def _run_dry(engine: RankedEngine) -> None:

@@ -4,8 +4,7 @@ checkpoints, and comparisons. Does not use torch."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -14,19 +13,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sglcore.config.engine_config import resolve_config
-from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
+from sglcore.conformance.inputs.prompts import VOCAB
 from sglcore.conformance.recording_worker import RecordingWorker
+from sglcore.conformance.session import Drive, Result, Session, open_session
 from sglcore.engine.start import start
-from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.make_loop import make_scheduler
-from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.step_loop import Loop
-from sglcore.worker.model_worker import Limits, ModelWorker
+from sglcore.worker.model_worker import ModelWorker
 
-VOCAB = 97
 CONTEXT = 128
-FIRST_TOKEN = 3
 SPOILED = (0, 1)
 """Tokens with NaN embeddings in a checkpoint written with `spoiled=True`; padding rows hold the
 first one."""
@@ -124,82 +117,6 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of one finished request: its tokens with log-probabilities, and those of its prompt if
-    they were asked for."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    prompt_logprobs: list[float]
-    finish: str
-    cached: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drive:
-    """How requests are run. `stagger`: a request is added every `stagger` steps (0: all at once).
-    `chunk`: maximum tokens of a step. `pages`: limit of the number of pages. `scramble`: seed of
-    the order in which pages are allocated."""
-
-    overlap: bool = True
-    stagger: int = 0
-    chunk: int | None = None
-    pages: int | None = None
-    scramble: int | None = None
-    prefix_cache: bool = True
-
-
-class Session:
-    """One scheduler over a worker, which may serve several schedulers in turn. Later prompts see
-    the cached pages of earlier ones."""
-
-    def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
-        recorder.next_scheduler()
-        self.scheduler = make_scheduler(narrowed(recorder.limits, drive), prefix_cache=drive.prefix_cache)
-        if drive.scramble is not None:
-            scramble_pages(self.scheduler, drive.scramble)
-        self.loop = Loop(self.scheduler, recorder, overlap=drive.overlap)
-        self._drive = drive
-        self._count = 0
-
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        *,
-        score_prompts: bool = False,
-        before_step: Callable[[Scheduler, int], None] | None = None,
-        grammars: Sequence[int | None] = (),
-        **sampling: Any,
-    ) -> list[Result]:
-        """Run prompts to their end, greedily by default. `grammars`: the seed of each prompt's
-        grammar, None for none. Waits."""
-        values = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling}
-        params = SamplingParams(**values, max_tokens=max_tokens, prompt_logprobs=0 if score_prompts else None)
-        requests = [self._request(prompt, params) for prompt in prompts]
-        for request, seed in zip(requests, grammars, strict=False):
-            request.matcher = None if seed is None else HashedMatcher(seed, self.scheduler.limits.vocab_size)
-        waiting, step = list(requests), 0
-        while waiting or self.loop.has_work:
-            if not step % max(self._drive.stagger, 1):
-                for request in waiting[: 1 if self._drive.stagger else None]:
-                    self.scheduler.add(request)
-                    waiting.remove(request)
-            if before_step is not None:
-                before_step(self.scheduler, step)
-            if self.loop.has_work:
-                self.loop.step()
-            step += 1
-        self.scheduler.audit()
-        return [result_of(request) for request in requests]
-
-    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        self._count += 1
-        return Request(f"r{self._count}", np.array(prompt, np.int32), params, seed=params.seed or 0)
-
-
 class TokenEngine:
     """A device started on a checkpoint, without a tokenizer. Also a context manager; `close` frees
     the device."""
@@ -211,8 +128,9 @@ class TokenEngine:
         self.recorder = RecordingWorker(self.worker)
 
     def session(self, **how: Any) -> Session:
-        """Return a session with a new scheduler; `how` are the fields of `Drive`."""
-        return Session(self.recorder, Drive(**how))
+        """Return a session with a new scheduler; `how` are the fields of `Drive`, of which overlap
+        and the prefix cache are on by default."""
+        return open_session(self.recorder, Drive(**{"overlap": True, "prefix_cache": True, **how}))
 
     def close(self) -> None:
         """Close the worker."""
@@ -225,38 +143,6 @@ class TokenEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def narrowed(limits: Limits, drive: Drive) -> Limits:
-    """Return the limits with fewer pages or smaller steps, as `drive` asks."""
-    pages = min(drive.pages or limits.num_pages, limits.num_pages)
-    return replace(limits, num_pages=pages, max_batch_tokens=min(drive.chunk or 1 << 30, limits.max_batch_tokens))
-
-
-def scramble_pages(scheduler: Scheduler, seed: int) -> None:
-    """Shuffle the order in which pages are allocated."""
-    pool = scheduler.running.memory.pool
-    taken = pool.take(pool.free)
-    np.random.default_rng(seed).shuffle(taken)
-    pool.give(taken)
-
-
-def result_of(request: Request) -> Result:
-    """Return the result of a finished request."""
-    return Result(
-        request.prompt_ids.tolist(),
-        list(request.output_ids),
-        [float(found.chosen[0]) for found in request.logprobs],
-        [float(value) for found in request.prompt_logprobs for value in found.chosen],
-        request.finish_reason or "",
-        max(request.cached_tokens, 0),
-    )
-
-
-def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = VOCAB) -> list[list[int]]:
-    """Return prompts of random token ids, 3 and above."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(FIRST_TOKEN, vocab_size, size=length).tolist() for length in lengths]
 
 
 def check_same(found: Sequence[Result], wanted: Sequence[Result], tolerance: float) -> None:

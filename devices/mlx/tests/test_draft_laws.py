@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from devices.mlx.tests.parity import Result, TokenEngine, random_prompts
+from devices.mlx.tests.parity import TokenEngine
+from sglcore.conformance.inputs.prompts import random_prompts
+from sglcore.conformance.session import Result
 from sglcore.core.errors import ConfigError
 from sglcore_mlx.speculative import drafter as drafters
 from sglcore_mlx.speculative.draft_stepper import DraftStepper

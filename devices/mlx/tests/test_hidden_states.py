@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from devices.mlx.tests.parity import CONTEXT, TokenEngine, random_prompts
+from devices.mlx.tests.parity import CONTEXT, TokenEngine
 from devices.mlx.tests.test_parity import make_model
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.schedule.request import Request
 from sglcore_mlx import stepper
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.model_cases import load, logprobs
-from devices.mlx.tests.parity import TokenEngine, random_prompts
+from devices.mlx.tests.parity import TokenEngine
 from devices.mlx.tests.test_models import ATOL, IDS, wanted
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore_mlx.attention import gathered, indexed
 from sglcore_mlx.attention.paged import MetalAttention
 from sglcore_mlx.attention.select import refusal

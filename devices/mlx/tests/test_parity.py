@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests import record
-from devices.mlx.tests.parity import CONTEXT, Result, TokenEngine, check_same, random_prompts
+from devices.mlx.tests.parity import CONTEXT, TokenEngine, check_same
+from sglcore.conformance.inputs.prompts import random_prompts
+from sglcore.conformance.session import Result
 from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_output import TokenLogprob

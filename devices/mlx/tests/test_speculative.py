@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from devices.mlx.tests.parity import SPOILED, VOCAB, TokenEngine, random_prompts, write_tiny
+from devices.mlx.tests.parity import SPOILED, TokenEngine, write_tiny
 from devices.mlx.tests.speculating import (
     DRAFTERS,
     PROMPTS,
@@ -26,6 +26,7 @@ from devices.mlx.tests.speculating import (
     stepper_of,
 )
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
+from sglcore.conformance.inputs.prompts import VOCAB, random_prompts
 from sglcore.schedule.cache.prefix_proposals import PrefixProposals
 from sglcore.schedule.request import Request
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
@@ -132,9 +133,9 @@ def test_who_is_always_right_saves_steps_and_who_never_is_saves_none(engines: En
     prompts = {"prompts": PROMPTS[:2], "samplings": SAMPLING[:2]}
     found = {name: run(engines(name, wanted, 3), overlap=False, **prompts) for name in DRAFTERS}
     # The prompts' step gives the first token; each later step gives up to four.
-    assert found["oracle"].steps == 1 + -(-(TOKENS - 1) // 4)
-    assert found["adversary"].steps == TOKENS and found["adversary"].accepted == 0
-    assert found["oracle"].steps < found["guessing"].steps < found["adversary"].steps
+    assert found["oracle"].decodes == 1 + -(-(TOKENS - 1) // 4)
+    assert found["adversary"].decodes == TOKENS and found["adversary"].accepted == 0
+    assert found["oracle"].decodes < found["guessing"].decodes < found["adversary"].decodes
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7])
@@ -153,7 +154,7 @@ def test_texts_that_repeat_take_few_steps(tmp_path: Path, tokens: int, overlap: 
         found = run(engine, **given, overlap=overlap)
     check_same(found, alone)
     # In the first round the drafter knows no text.
-    assert 84 / (found.steps - 12) >= 0.7 * (tokens + 1), found
+    assert 84 / (found.decodes - 12) >= 0.7 * (tokens + 1), found
 
 
 def write_circle(folder: Path, length: int) -> tuple[Path, list[int]]:
@@ -254,7 +255,7 @@ def test_texts_that_come_again_are_proposed_from_the_prefix_cache(engines: Engin
     for found in (first, again):
         check_same(found, wanted)
     assert first.proposed < again.proposed and first.accepted < again.accepted
-    assert again.steps - first.steps < first.steps
+    assert again.decodes < first.decodes
 
 
 def test_whatever_the_host_proposes_no_text_changes(
@@ -276,7 +277,7 @@ def test_what_is_proposed_and_right_is_what_it_is_on_the_processors_device(
         for _ in range(2):
             theirs, mine = (run(host, session=session) for session in sessions)
             assert mine.tokens == theirs.tokens
-            assert (mine.steps, mine.proposed, mine.accepted) == (theirs.steps, theirs.proposed, theirs.accepted)
+            assert (mine.decodes, mine.proposed, mine.accepted) == (theirs.decodes, theirs.proposed, theirs.accepted)
     assert 0 < mine.accepted < mine.proposed
 
 

@@ -14,9 +14,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.parity import SPOILED, TokenEngine, check_same, random_prompts, write_tiny
+from devices.mlx.tests.parity import SPOILED, TokenEngine, check_same, write_tiny
 from devices.mlx.tests.sampling_rows import planted
 from devices.mlx.tests.test_traces import TOLERANCE, Life, Truth, check_life, draw_life, open_engine, play
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.core.errors import ConfigError
 from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from sglcore_mlx import bring_up, forward, states, stepper

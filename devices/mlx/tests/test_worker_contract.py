@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from devices.mlx.tests.parity import DEFAULTS, TokenEngine, random_prompts, write_tiny
+from devices.mlx.tests.parity import DEFAULTS, TokenEngine, write_tiny
 from sglcore.config.engine_config import resolve_config
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.target import StartedDevice, Target
 from sglcore.sampling.params import SamplingParams
@@ -352,8 +353,6 @@ def test_the_scheduler_embeds_through_it(tmp_path: Path) -> None:
             Request(f"e{place}", np.array(prompt, np.int32), SamplingParams(), task="embed")
             for place, prompt in enumerate(prompts)
         ]
-        for request in requests:
-            session.scheduler.add(request)
-        while session.loop.has_work:
-            session.loop.step()
+        session.submit(requests)
+        session.finish()
         assert all(request.embedding is not None and request.finish_reason == "stop" for request in requests)

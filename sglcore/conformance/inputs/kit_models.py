@@ -17,13 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglcore.conformance.inputs.kit_models_sparse import SPARSE_MODELS, sparse_weights
+from sglcore.conformance.inputs.prompts import VOCAB
 
-VOCAB = 97
 CONTEXT = 256
 LAYERS = 2
 KV_HEADS = 2
-FIRST_TOKEN = 3
-"""Token ids below this have a meaning in some models; the kit draws none of them."""
 
 _SIZES: Mapping[str, Any] = MappingProxyType(
     {

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglcore.conformance.harness import Harness, random_prompts
+from sglcore.conformance.harness import Harness
 from sglcore.conformance.inputs.attention_cases import Rows, draw_contents, schedule_batch
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, one_case
 from sglcore.conformance.mutant import TORCH

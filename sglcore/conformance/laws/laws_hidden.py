@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.conformance.harness import Harness, Result, random_prompts
+from sglcore.conformance.harness import Harness
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.laws.laws_runner import BUCKETS, LENGTHS, TOKENS
 from sglcore.conformance.mutants import mutants_worker as worker
+from sglcore.conformance.session import Result
 from sglcore.conformance.target import Target
 
 STATES: Mapping[str, float] = MappingProxyType({"float32": 2e-4, "bfloat16": 0.1, "float16": 0.02})
@@ -50,7 +52,7 @@ def states_belong_to_tokens(trial: Trial) -> None:
 def check(trial: Trial, harness: Harness, results: Sequence[Result], kinds: Sequence[Mapping[str, Any]]) -> None:
     """Compare the states of results with the reference's. Raises LawBroken."""
     dtype = harness.geometry.dtype
-    reference = trial.kit.oracle(harness.model, harness.geometry.head_dim).harness
+    reference = trial.kit.reference(harness.model, harness.geometry.head_dim)
     for number, (result, kind) in enumerate(zip(results, kinds, strict=True)):
         wanted = wanted_states(reference, result, kind)
         found = result.states

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import torch
 
-from sglcore.conformance.harness import Harness, Result, random_prompts
+from sglcore.conformance.harness import Harness
 from sglcore.conformance.inputs.kit_models import CONTEXT
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.laws.laws_runner import KEPT, c2, models, open_case
 from sglcore.conformance.mutants import mutants_kept as kept
 from sglcore.conformance.mutants import mutants_worker as worker
+from sglcore.conformance.session import Result
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.schedule.scheduler import Scheduler
 
@@ -49,7 +51,7 @@ def prefix_hits(trial: Trial) -> None:
     length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
         raise NotApplicable(f"pages of {harness.limits.page_size} tokens are too large for the kit's models")
-    session = harness.session(prefix_cache=True)
+    session = harness.session(prefix_cache=True, overlap=harness.limits.can_overlap)
     base = random_prompts(8, (length,))[0]
     trial.compare(harness, session.run([base], 4))
     results: list[Result] = []
@@ -69,7 +71,7 @@ def retraction(trial: Trial) -> None:
     size = harness.limits.page_size
     if size > 16:
         raise NotApplicable(f"pages of {size} tokens are too large for the kit's models to run short of them")
-    session = harness.session(pages=CONTEXT // size + 2, stagger=1)
+    session = harness.session(pages=CONTEXT // size + 2, stagger=1, overlap=harness.limits.can_overlap)
     trial.compare(harness, session.run(random_prompts(10, (20, 24, 28, 22, 25, 30, 26)), 40))
     if not session.scheduler.stats().retractions:
         raise LawBroken("no request was preempted")

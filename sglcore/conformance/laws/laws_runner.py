@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglcore.conformance.harness import Harness, Result, random_prompts
+from sglcore.conformance.harness import Harness
 from sglcore.conformance.inputs.attention_cases import every_cell
 from sglcore.conformance.inputs.kit_models import CONTEXT, SETTINGS
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import TORCH
@@ -19,6 +20,7 @@ from sglcore.conformance.mutants import mutants_kept as kept
 from sglcore.conformance.mutants import mutants_runtime as runtime
 from sglcore.conformance.mutants import mutants_worker as worker
 from sglcore.conformance.mutants.mutants_attention import FORGETS_LENGTHS
+from sglcore.conformance.session import Result
 from sglcore.conformance.target import Target
 from sglcore.conformance.unreleased import counter
 
@@ -170,7 +172,7 @@ def sampling_repeats(trial: Trial) -> None:
     prompts = random_prompts(7, LENGTHS)
     flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
     rare = {**flat, "top_k": 40, "xtc_probability": 0.5, "xtc_threshold": 0.01}
-    reference = trial.kit.oracle("dense", harness.geometry.head_dim).harness
+    reference = trial.kit.reference("dense", harness.geometry.head_dim)
     for stagger, sampling in ((0, flat), (3, flat), (3, rare)):
         wanted = reference.run(prompts, 12, sampling=sampling)
         found = harness.run(prompts, 12, stagger=stagger, sampling=sampling)

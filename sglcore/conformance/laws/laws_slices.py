@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from sglcore.conformance.harness import random_prompts
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken
 from sglcore.conformance.mutants import mutants_slices as broken

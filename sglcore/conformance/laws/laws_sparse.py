@@ -6,8 +6,8 @@ backend and kernels of the package for such layers, or the core's if the package
 
 from __future__ import annotations
 
-from sglcore.conformance.harness import random_prompts
 from sglcore.conformance.inputs.kit_models_sparse import SPARSE_MODELS
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import Law
 from sglcore.conformance.laws.laws_memory import prefix_hits, retraction

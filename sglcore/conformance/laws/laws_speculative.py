@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from sglcore.conformance.harness import Harness, random_prompts
+from sglcore.conformance.harness import Harness
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.conformance.kit_run import Trial
 from sglcore.conformance.law import Law, LawBroken
 from sglcore.conformance.laws.laws_runner import FLAT, c2, check_computes

@@ -37,7 +37,7 @@ class DispatchedMoe:
         groups: Groups,
         dispatcher: Dispatcher,
     ) -> None:
-        """The first four arguments are those of `make_experts`; ranks in `placement` are those of
+        """The first four arguments are those of `Experts`; ranks in `placement` are those of
         the group `ep`."""
         group = groups.ep
         self._groups, self._dispatcher = groups, dispatcher
@@ -80,7 +80,7 @@ def dispatched(
     groups: Groups,
 ) -> DispatchedMoe:
     """Return a `DispatchedMoe` with consecutive experts on each rank, and a dispatcher of `groups`.
-    The first four arguments are those of `make_experts`; the experts must be gated, which is not
+    The first four arguments are those of `Experts`; the experts must be gated, which is not
     checked here."""
     placement = in_order(moe.num_experts, groups.ep.size)
     return DispatchedMoe(build, moe, spec, routing, placement, groups, groups.make_dispatcher(placement.each))

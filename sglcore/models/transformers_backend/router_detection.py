@@ -17,7 +17,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig
 
 from sglcore.checkpoint.model_config import MoeConfig
-from sglcore.layers.expert_routing import Routing, SigmoidRouting, SoftmaxRouting
+from sglcore.checkpoint.moe_spec import RoutingSpec
+from sglcore.layers.expert_routing import Routing, make_routing
 from sglcore.layers.torch_layers import Build
 from sglcore.models.transformers_backend.deferred_sums import Addend
 from sglcore.models.transformers_backend.module_probes import twin_of
@@ -70,10 +71,8 @@ class Router(nn.Module):
         """Declare the weights, and choose the kernels."""
         *parents, name = self._name.split(".")
         scope, form = build.at(*parents), self._form
-        if form.is_sigmoid:
-            self._route = SigmoidRouting(scope, name, form.rules)
-        else:
-            self._route = SoftmaxRouting(scope, name, form.rules, form.has_bias)
+        routing = RoutingSpec("sigmoid" if form.is_sigmoid else "softmax", name, form.has_bias)
+        self._route = make_routing(scope, routing, form.rules)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """[..., H] to None, weights [T, K] and experts [T, K]; before `place`, empty logits [T, E]

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from sglcore.conformance.session import Drive, open_session
 from sglcore.layers import compressed_attention as layers
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.deepseek_v4_rows import kept_rows
 from sglcore.runtime.memory.kv_rows import Place, RowPool
 from sglcore.schedule.cache.window_pages import Windows
-from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.step_loop import Loop
 from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import deepseek_v4
-from tests.laws.engine import Result, TokenEngine, Watched, check_logprobs, random_prompts
+from tests.laws.engine import Result, TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_model_laws import check_paths
 from tests.laws.windows import ForgettingPool
 
@@ -52,11 +51,11 @@ class CompressedEngine(TokenEngine):
         given = {"attention_backend": "compressed", "page_size": PAGE, "max_model_len": CONTEXT, "max_requests": 4}
         given |= {"max_batch_tokens": STEP, "graph_token_buckets": (STEP,), "poison": True}
         super().__init__(folder, **{**given, **settings})
-        limits, runner, watched = self.worker.limits, self.worker.runner, Watched(self.worker)
+        limits, runner = self.worker.limits, self.worker.runner
         assert pages <= limits.num_pages and window_pages <= limits.num_window_pages
-        self.scheduler = Scheduler(replace(limits, num_pages=pages, num_window_pages=window_pages), prefix_cache=True)
-        self._scramble(3)
-        self.paths, self.loop = watched.paths, Loop(self.scheduler, watched)
+        few = Drive(overlap=True, scramble=3, pages=pages, window_pages=window_pages, prefix_cache=True)
+        session = open_session(self.recorder, few)
+        self.scheduler, self.loop = session.scheduler, session.loop
         self.windows = self.scheduler.running.memory.windows
         self.freed = ForgettingRows(window_pages, runner.attn_backend.token_to_kv_pool, runner.streams)
         self.windows._pool = self.freed

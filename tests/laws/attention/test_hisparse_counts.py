@@ -87,7 +87,7 @@ def counted(case: Case, monkeypatch: pytest.MonkeyPatch, rows: int) -> tuple[Swa
     seen = Seen(hisparse, monkeypatch)
     engine.run(PROMPTS, 9, stagger=1)
     assert seen.missed == seen.by_hand
-    return engine.watched.swaps, seen.counts
+    return engine.recorder.swaps, seen.counts
 
 
 @pytest.mark.needs("host_rows", "host")
@@ -113,7 +113,7 @@ def test_graphs_tell_the_same(case: Case, graph: str) -> None:
 
     def told(engine: TokenEngine) -> SwapCounts:
         engine.run(PROMPTS, 9, stagger=2)
-        return engine.watched.swaps
+        return engine.recorder.swaps
 
     assert told(case.engine(case.top_k, graph=graph)) == told(case.engine(case.top_k, graph="off")) != SwapCounts()
 
@@ -122,7 +122,7 @@ def test_graphs_tell_the_same(case: Case, graph: str) -> None:
 def test_all_that_lies_on_the_device_is_counted_not_at_all(case: Case) -> None:
     engine = case.engine(case.top_k, graph="off", hisparse="off")
     engine.run(PROMPTS[:2], 3)
-    assert engine.watched.swaps == SwapCounts()
+    assert engine.recorder.swaps == SwapCounts()
 
 
 def forgets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:

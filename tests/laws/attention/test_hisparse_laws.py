@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglcore.conformance.session import result_of
 from sglcore.core.errors import CheckpointError, ConfigError
 from sglcore.runtime.hisparse import hisparse_coordinator, hisparse_staging
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
@@ -21,7 +22,7 @@ from sglcore.sampling.params import SamplingParams
 from tests.checkpoints import Oracle, llama, save
 from tests.deepseek_v4 import deepseek_v4
 from tests.latent import INDEXER, deepseek_v32, glm_moe_dsa
-from tests.laws.engine import Result, TokenEngine, _result, check_logprobs, random_prompts
+from tests.laws.engine import Result, TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_model_laws import check_paths
 
 TOLERANCE = 5e-5
@@ -100,7 +101,7 @@ def test_texts_that_are_given_up_leave_nothing_behind(case: Case) -> None:
     for steps in (0, 1, 2, 3, 5, 9):
         prompts = random_prompts(steps, (55, 20, 33, 9, 41, 12, 30))
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=12)
-        requests = [engine._request(prompt, params) for prompt in prompts]
+        requests = [engine.request(prompt, params) for prompt in prompts]
         for request in requests:
             engine.scheduler.add(request)
         for _ in range(steps):
@@ -110,7 +111,7 @@ def test_texts_that_are_given_up_leave_nothing_behind(case: Case) -> None:
         while engine.loop.has_work:
             engine.loop.step()
         engine.scheduler.audit()
-        case.check([_result(request) for request in requests[1::2]])
+        case.check([result_of(request) for request in requests[1::2]])
     stats = engine.scheduler.stats()
     assert stats.free_pages + stats.cached_pages == free
 

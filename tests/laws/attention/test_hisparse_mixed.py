@@ -58,7 +58,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = Modes(engine, monkeypatch)
     case.check(run(engine))
     assert modes.seen.count(ForwardMode.MIXED) >= 8
-    assert engine.watched.swaps.loaded <= most_loaded(modes)
+    assert engine.recorder.swaps.loaded <= most_loaded(modes)
 
 
 @pytest.mark.needs("host_rows", "host")
@@ -121,5 +121,5 @@ def test_the_counts_of_mixed_steps_are_those_of_steps_apart(case: Case) -> None:
     apart = case.engine(200, graph="off", prefix_cache=False)
     for prompt in PROMPTS:
         apart.run([prompt], 12)
-    one, other = together.watched.swaps, apart.watched.swaps
+    one, other = together.recorder.swaps, apart.recorder.swaps
     assert (one.rows, one.stored) == (other.rows, other.stored) != (SwapCounts().rows, 0)

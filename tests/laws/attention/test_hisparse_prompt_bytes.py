@@ -33,7 +33,7 @@ def moved(case: Case, length: int, chunk: int, **settings: Any) -> tuple[SwapCou
     assert isinstance(hisparse, HiSparseCoordinator)
     case.check(engine.run(random_prompts(length, (length,)), 1, score_prompts=True))
     shape = hisparse.shape
-    return engine.watched.swaps, len(shape.names) * shape.kept.row.nbytes // shape.kept.ratio
+    return engine.recorder.swaps, len(shape.names) * shape.kept.row.nbytes // shape.kept.ratio
 
 
 def check_linear(case: Case, chunk: int) -> None:
@@ -77,14 +77,14 @@ def test_a_cached_beginning_is_brought_once(case: Case) -> None:
     engine = case.engine(case.top_k, graph="off", max_batch_tokens=PAGE)
     base = random_prompts(5, (96,))[0]
     case.check(engine.run([base], 1))
-    before = engine.watched.swaps
+    before = engine.recorder.swaps
     case.check(engine.run([base[:64] + random_prompts(6, (48,))[0]], 1))
     hisparse = engine.worker.runner.attn_backend.hisparse
     assert isinstance(hisparse, HiSparseCoordinator)
     shape = hisparse.shape
     token_bytes = len(shape.names) * shape.kept.row.nbytes // shape.kept.ratio
-    assert engine.watched.swaps.loaded - before.loaded == 112 * token_bytes
-    assert engine.watched.swaps.stored - before.stored == 48 * token_bytes
+    assert engine.recorder.swaps.loaded - before.loaded == 112 * token_bytes
+    assert engine.recorder.swaps.stored - before.stored == 48 * token_bytes
 
 
 def copies_old_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_rows_of_a_prompt_that_was_given_up_are_not_taken_for_the_next_ones(
     engine = case.engine(case.top_k, graph="off", max_batch_tokens=PAGE, max_requests=1)
     base, other = random_prompts(7, (2 * PAGE, 90))
     case.check(engine.run([base], 1))
-    request = engine._request(other, SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=4))
+    request = engine.request(other, SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=4))
     engine.scheduler.add(request)
     for _ in range(2):
         engine.loop.step()

@@ -26,7 +26,7 @@ from tests.laws.engine import TokenEngine
 from tests.laws.marks import Marks, watched_marks
 from tests.laws.proposers import PROPOSERS, TOKENS, InFlight, Proposers, plain_fixture, proposers_fixture
 from tests.laws.speculation import test_speculative_laws as laws
-from tests.laws.speculation.test_speculative_laws import Ran, check_same
+from tests.laws.speculation.texts import Ran, check_same
 from tests.planted import planted
 
 Patch = pytest.MonkeyPatch

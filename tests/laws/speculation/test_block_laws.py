@@ -22,8 +22,9 @@ from tests.checkpoints import llama, save
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, with_config
 from tests.laws.engine import TokenEngine, on_this_device, random_prompts
 from tests.laws.speculation.test_draft_laws import TOLERANCE, Recording, Step, features_of
-from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY, check_same
+from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY
 from tests.laws.speculation.test_speculative_laws import run as run_texts
+from tests.laws.speculation.texts import check_same
 
 BLOCK, TOKENS = 5, 3
 Made = tuple[Any, Path, DenseDraft]

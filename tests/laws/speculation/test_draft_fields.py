@@ -19,7 +19,8 @@ from sglcore.schedule.request import Request
 from sglcore.step.batch_field import Axis, batch_field, batch_record
 from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.proposers import PROPOSERS, Proposers, Steered, proposers_fixture
-from tests.laws.speculation.test_speculative_laws import SAMPLING, Ran, check_same, run
+from tests.laws.speculation.test_speculative_laws import run
+from tests.laws.speculation.texts import SAMPLING, Ran, check_same
 from tests.laws.test_declared_fields import Live, by_slot, one_by_slot
 from tests.runtime.wider import WiderBatch
 

@@ -27,8 +27,9 @@ from tests.drafts import TARGET, with_config
 from tests.frozen_drafts import DenseFrozen, frozen
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.speculation.test_draft_laws import TOLERANCE, Recording, Step
-from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY, check_same
+from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY
 from tests.laws.speculation.test_speculative_laws import run as run_texts
+from tests.laws.speculation.texts import check_same
 from tests.models.transformers.test_transformers_models import sizes_of
 from tests.models.transformers_cases import tiny_model
 

@@ -29,8 +29,9 @@ from tests.drafts import TARGET, DenseHeads, next_tokens
 from tests.latent import deepseek_v3, deepseek_v32
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.speculation.test_draft_laws import TOLERANCE, features_of
-from tests.laws.speculation.test_speculative_laws import CONTEXT, SAMPLING, VOCABULARY, Ran, check_same
+from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY
 from tests.laws.speculation.test_speculative_laws import run as run_texts
+from tests.laws.speculation.texts import SAMPLING, Ran, check_same
 
 HEADS, TOKENS = 3, 16
 PROMPTS = random_prompts(3, (7, 23, 6, 18))

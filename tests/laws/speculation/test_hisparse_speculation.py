@@ -142,7 +142,7 @@ class Seen:
 def test_what_is_told_is_what_happened(case: Swapping, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of rows that only the device knows. What is loaded includes prompts."""
     seen = Seen(monkeypatch)
-    seen.check(case.swap("guessing").watched.swaps)
+    seen.check(case.swap("guessing").recorder.swaps)
 
 
 @pytest.mark.needs("host_rows", "host")

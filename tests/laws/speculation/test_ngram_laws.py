@@ -72,5 +72,5 @@ def test_a_planted_defect_is_caught(
     folder, oracle = model
     made = TokenEngine(folder, max_batch_tokens=8)
     defect(monkeypatch)
-    with pytest.raises(AssertionError, match="Not equal"):
+    with pytest.raises(AssertionError, match="first divergent token"):
         check_logprobs(made.run(random_prompts(4, (21, 13)), 7, stagger=2), oracle)

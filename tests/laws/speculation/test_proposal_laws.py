@@ -29,7 +29,8 @@ from tests.laws.drafters import make_instead
 from tests.laws.engine import TokenEngine
 from tests.laws.proposers import BLOCK, PROPOSERS, TOKENS, TREE, Proposers, Steered, plain_fixture, proposers_fixture
 from tests.laws.speculation import test_speculative_laws as laws
-from tests.laws.speculation.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same
+from tests.laws.speculation.test_speculative_laws import PROMPTS
+from tests.laws.speculation.texts import SAMPLING, Ran, check_same
 
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
 TOLERANCE = 5e-4

@@ -22,7 +22,8 @@ from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
 from tests.laws.speculation import test_speculative_laws as laws
-from tests.laws.speculation.test_speculative_laws import PROMPTS, TOKENS, VOCABULARY, Ran, check_same, folder
+from tests.laws.speculation.test_speculative_laws import PROMPTS, VOCABULARY, folder
+from tests.laws.speculation.texts import TOKENS, Ran, check_same
 from tests.runtime.speculation.test_speculative_length import AtRandom
 
 __all__ = ["folder"]

@@ -3,83 +3,28 @@ without overlap, tokens and log-probabilities equal plain decode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
-from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.request import Request
 from tests.checkpoints import llama, save
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, random_prompts
+from tests.laws.speculation import texts
+from tests.laws.speculation.texts import TOKENS, Ran, check_same
 
 CONTEXT, VOCABULARY = 128, 97
-TOKENS = 24
 WIDE = (2, 10, 24)
 """Sizes of decode graphs; verification batches are padded to them."""
-SAMPLING: Sequence[dict[str, Any]] = (
-    {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 5},
-    {"temperature": 0.7, "seed": 6, "top_p": 0.9, "top_k": 40, "xtc_probability": 0.5, "xtc_threshold": 0.02},
-    {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
-    {"temperature": 1.3, "seed": 8, "min_tokens": 9, "stop_token_ids": list(range(3, 20)), "logit_bias": {30: 2.0}},
-)
 PROMPTS = random_prompts(3, (7, 23, 40, 5, 16))
 
 
-@dataclass
-class Ran:
-    """The results of requests, and the number of decode steps."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    reasons: list[str | None]
-    decodes: int
-
-
-def run(
-    engine: TokenEngine,
-    prompts: Sequence[list[int]] = PROMPTS,
-    tokens: int = TOKENS,
-    samplings: Sequence[dict[str, Any]] = SAMPLING,
-    prepare: Callable[[list[Request]], None] = lambda requests: None,
-) -> Ran:
-    """Run the prompts together, each with its own sampling, after `prepare` has seen all
-    requests."""
-    requests = list[Request]()
-    for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        params = SamplingParams(**sampling, max_tokens=tokens, logprobs=0, ignore_eos=True)
-        stops = frozenset(params.stop_token_ids)
-        requests.append(Request(f"r{index}", np.array(prompt, np.int32), params, seed=params.seed or 0, stop_ids=stops))
-    prepare(requests)
-    for request in requests:
-        engine.scheduler.add(request)
-    before = engine.scheduler.stats().steps
-    while engine.loop.has_work:
-        engine.loop.step()
-        engine.scheduler.audit()
-    stats = engine.scheduler.stats()
-    assert stats.free_pages + stats.cached_pages == stats.num_pages
-    assert not [request.error for request in requests if request.error]
-    return Ran(
-        [list(request.output_ids) for request in requests],
-        [[float(found.chosen[0]) for found in request.logprobs] for request in requests],
-        [request.finish_reason for request in requests],
-        stats.steps - before,
-    )
-
-
-def check_same(found: Ran, wanted: Ran) -> None:
-    """Tokens, finish reasons and log-probabilities are equal."""
-    assert found.tokens == wanted.tokens
-    assert found.reasons == wanted.reasons
-    for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4, rtol=0)
+def run(engine: TokenEngine, prompts: Sequence[Sequence[int]] = PROMPTS, *given: Any, **how: Any) -> Ran:
+    """Run `PROMPTS` or others; the other arguments are those of `texts.run`."""
+    return texts.run(engine, prompts, *given, **how)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ from tests.laws.conftest import KINDS
 from tests.laws.engine import TokenEngine
 from tests.laws.proposers import PROPOSERS, InFlight, Proposers, Steered, drafter_classes
 from tests.laws.speculation import test_speculative_laws as laws
-from tests.laws.speculation.test_speculative_laws import PROMPTS, SAMPLING, VOCABULARY, Ran, check_same
+from tests.laws.speculation.test_speculative_laws import PROMPTS, VOCABULARY
+from tests.laws.speculation.texts import SAMPLING, Ran, check_same
 
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
 """No request uses penalties or a mask, so that trees stay trees and steps may overlap."""

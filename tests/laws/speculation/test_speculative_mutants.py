@@ -11,7 +11,8 @@ from torch import Tensor
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, VerifiedRows
-from tests.laws.speculation.test_speculative_laws import Ran, check_same, engines, folder, plain, run
+from tests.laws.speculation.test_speculative_laws import engines, folder, plain, run
+from tests.laws.speculation.texts import Ran, check_same
 
 __all__ = ["engines", "folder", "plain"]
 

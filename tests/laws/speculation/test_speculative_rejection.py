@@ -31,16 +31,8 @@ from tests.checkpoints import llama, save
 from tests.drafts import randomized
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
-from tests.laws.speculation.test_speculative_laws import (
-    CONTEXT,
-    PROMPTS,
-    TOKENS,
-    VOCABULARY,
-    Ran,
-    check_same,
-    folder,
-    run,
-)
+from tests.laws.speculation.test_speculative_laws import CONTEXT, PROMPTS, VOCABULARY, folder, run
+from tests.laws.speculation.texts import TOKENS, Ran, check_same
 
 __all__ = ["folder"]
 

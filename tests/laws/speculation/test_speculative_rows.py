@@ -25,7 +25,8 @@ from tests.drafts import next_token
 from tests.latent import deepseek_v32
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, random_prompts
-from tests.laws.speculation.test_speculative_laws import check_same, run
+from tests.laws.speculation.test_speculative_laws import run
+from tests.laws.speculation.texts import check_same
 
 TOKENS = 44
 """So long that the shortest text crosses two windows, and blocks of both sizes."""

@@ -15,7 +15,8 @@ from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.request import Request
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, random_prompts
-from tests.laws.speculation.test_speculative_laws import VOCABULARY, Ran, check_same, folder, run
+from tests.laws.speculation.test_speculative_laws import VOCABULARY, folder, run
+from tests.laws.speculation.texts import Ran, check_same
 
 __all__ = ["folder"]
 

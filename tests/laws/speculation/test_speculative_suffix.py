@@ -14,7 +14,8 @@ from sglcore.schedule.cache.prefix_proposals import PrefixProposals
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
 from tests.laws.engine import TokenEngine
-from tests.laws.speculation.test_speculative_laws import CONTEXT, Ran, check_same, engines, folder, plain, run
+from tests.laws.speculation.test_speculative_laws import CONTEXT, engines, folder, plain, run
+from tests.laws.speculation.texts import Ran, check_same
 
 __all__ = ["engines", "folder", "plain"]
 SUFFIX: dict[str, Any] = {"speculative": "suffix", "graph": "off", "poison": True}

@@ -25,8 +25,9 @@ from tests.laws.drafters import make_instead
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.speculation.test_draft_laws import TOLERANCE
 from tests.laws.speculation.test_frozen_laws import FULL, cells_of
-from tests.laws.speculation.test_speculative_laws import CONTEXT, SAMPLING, TOKENS, VOCABULARY, check_same
+from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY
 from tests.laws.speculation.test_tree_laws import DEPTH, FREE, SHAPE, WIDTH, Records, difference, ran
+from tests.laws.speculation.texts import SAMPLING, TOKENS, check_same
 
 Made = tuple[Any, Path, Any]
 NAMES = {"standalone": "StandaloneTreeDrafter", "frozen-mtp": "FrozenTreeDrafter"}

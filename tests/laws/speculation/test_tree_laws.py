@@ -25,7 +25,8 @@ from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.speculation import test_speculative_grammar as grammars
 from tests.laws.speculation import test_speculative_laws as laws
 from tests.laws.speculation.test_draft_laws import TOLERANCE, features_of
-from tests.laws.speculation.test_speculative_laws import CONTEXT, PROMPTS, SAMPLING, TOKENS, VOCABULARY, Ran, check_same
+from tests.laws.speculation.test_speculative_laws import CONTEXT, PROMPTS, VOCABULARY
+from tests.laws.speculation.texts import SAMPLING, TOKENS, Ran, check_same
 from tests.laws.trees import TREES
 
 NODES, DEPTH, WIDTH = 8, 3, 3

@@ -26,6 +26,7 @@ from tests.laws.speculation import test_speculative_laws as laws
 from tests.laws.speculation.test_speculative_grammar import GRAMMARS
 from tests.laws.speculation.test_speculative_laws import CONTEXT, PROMPTS, VOCABULARY
 from tests.laws.speculation.test_tree_laws import DEPTH, FREE, SHAPE, WIDTH
+from tests.laws.speculation.texts import SAMPLING, TOKENS, check_same
 from tests.laws.trees import TREES, GrowingTrees
 
 Path_ = tuple[int, ...]
@@ -140,7 +141,7 @@ def test_many_requests_grow_the_trees_that_each_grows_alone(folder: Path, monkey
 def ends(drafter: CheckedTrees) -> dict[int, int]:
     """Return by request slot the length of a text with its last token as root."""
     prompts = {len(prompt) for prompt in PROMPTS}
-    return {slot: min(prompts & set(trees)) + laws.TOKENS - 1 for slot, trees in drafter.grown.items()}
+    return {slot: min(prompts & set(trees)) + TOKENS - 1 for slot, trees in drafter.grown.items()}
 
 
 @pytest.mark.needs("device")
@@ -202,7 +203,7 @@ def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monk
     engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **given)
     worker: Any = engine.worker
     worker.drafter.grown, worker.drafter.lacking = {}, set()
-    laws.check_same(laws.run(engine, samplings=samplings), texts)
+    check_same(laws.run(engine, samplings=samplings), texts)
     engine.worker.close()
     trees = [tokens for slot in worker.drafter.grown.values() for tokens, *_ in slot.values()]
     assert any(NONE in tokens[: tokens.index(max(tokens))] for tokens in trees)
@@ -224,13 +225,13 @@ def test_grammars_of_texts_that_nothing_counts_have_chains(folder: Path, overlap
     worker: Any = engine.worker
     whole = [prompt + output for prompt, output in zip(PROMPTS, texts.tokens, strict=True)]
     worker.drafter = TREES["guessing"](worker.shape.nodes, DEPTH, whole, VOCABULARY)
-    laws.check_same(laws.run(engine, samplings=FREE, prepare=prepare), texts)
+    check_same(laws.run(engine, samplings=FREE, prepare=prepare), texts)
     engine.worker.close()
 
 
 @pytest.mark.needs("device")
 def test_what_counts_its_text_is_proposed_chains_by_the_draft_itself(folder: Path, monkeypatch: Any) -> None:
-    assert grown(folder, PROMPTS, laws.SAMPLING, monkeypatch, overlap=False).chains
+    assert grown(folder, PROMPTS, SAMPLING, monkeypatch, overlap=False).chains
 
 
 class Counted(TreeWorker):
@@ -274,7 +275,7 @@ def test_what_is_told_of_proposals_is_what_had_cells(folder: Path, monkeypatch: 
     worker.offered = []
     whole = [prompt + output for prompt, output in zip(PROMPTS, texts.tokens, strict=True)]
     worker.drafter = TREES["oracle"](worker.shape.nodes, DEPTH, whole, VOCABULARY)
-    laws.check_same(laws.run(engine, samplings=FREE), texts)
+    check_same(laws.run(engine, samplings=FREE), texts)
     engine.worker.close()
     assert min(worker.offered) < max(worker.offered)
 
@@ -303,7 +304,7 @@ def test_a_wrong_node_without_numbers_spoils_no_other(tmp_path: Path, graph: str
     worker: Any = engine.worker
     worker.drafter = Spoiled(worker.shape.nodes, DEPTH, whole, VOCABULARY)
     worker.drafter.token = token
-    laws.check_same(laws.run(engine, samplings=FREE), texts)
+    check_same(laws.run(engine, samplings=FREE), texts)
     engine.worker.close()
 
 

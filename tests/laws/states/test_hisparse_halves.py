@@ -3,8 +3,7 @@ steps with prompts run whole."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,47 +14,30 @@ from torch import Tensor
 from sglcore.runtime.hisparse.hisparse_caches import SlotCaches
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator, SecondHalf
 from sglcore.worker.swap_counts import SwapCounts
-from tests.checkpoints import save
-from tests.deepseek_v4 import deepseek_v4
-from tests.latent import INDEXER, deepseek_v32, glm_moe_dsa
-from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
-
-CONTEXT = 160
-MODELS: dict[str, tuple[Callable[..., Any], str, int]] = {
-    "compressed": (deepseek_v4, "compressed", 8),
-    "latent": (deepseek_v32, "latent", INDEXER["index_topk"]),
-    "shared": (glm_moe_dsa, "latent", INDEXER["index_topk"]),
-}
+from tests.laws.attention.test_hisparse_laws import MODELS, Case
+from tests.laws.engine import TOKEN_BUCKETS, TokenEngine, random_prompts
 
 
-class Case:
-    """A checkpoint with its oracle."""
+class Halved(Case):
+    """A case with five times the entries on the device that a token reads."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        make, self.backend, self.top_k = MODELS[name]
-        self.oracle = make(max_position_embeddings=CONTEXT)
-        self.folder = save(self.oracle, folder)
-
-    def check(self, **settings: Any) -> TokenEngine:
+    def run(self, **settings: Any) -> TokenEngine:
         """Ragged arrivals, while others decode."""
-        hisparse = json.dumps({"device_buffer_size": 5 * self.top_k, "host_to_device_ratio": 100})
-        given = {"attention_backend": self.backend, "hisparse": hisparse, "page_size": 16, "max_model_len": CONTEXT}
-        given |= {"max_batch_tokens": 24, "poison": True, "two_batch_overlap": "on", "graph": "off"}
-        engine = TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
-        prompts = random_prompts(5, (40, 55, 30, 17, 60))
-        check_logprobs(engine.run(prompts, 10, stagger=2), self.oracle, 2e-4)
+        given = {"max_requests": 6, "graph_token_buckets": TOKEN_BUCKETS, "two_batch_overlap": "on", "graph": "off"}
+        engine = self.engine(5 * self.top_k, **{**given, **settings})
+        self.check(engine.run(random_prompts(5, (40, 55, 30, 17, 60)), 10, stagger=2))
         return engine
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    yield Case(request.param, tmp_path_factory.mktemp("halves"))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Halved]:
+    yield Halved(request.param, tmp_path_factory.mktemp("halves"))
 
 
 @pytest.mark.needs("host_rows", "host")
 @pytest.mark.parametrize("more", [{}, {"speculative": "ngram", "draft_tokens": 3}], ids=["plain", "ngram"])
-def test_halves_change_no_text(case: Case, more: dict[str, Any]) -> None:
-    assert "eager:halves" in case.check(**more).paths
+def test_halves_change_no_text(case: Halved, more: dict[str, Any]) -> None:
+    assert "eager:halves" in case.run(**more).paths
 
 
 @pytest.mark.parametrize(
@@ -66,19 +48,19 @@ def test_halves_change_no_text(case: Case, more: dict[str, Any]) -> None:
     ],
 )
 def test_halves_with_copies_of_their_own_change_no_text(graph: str, tmp_path: Path) -> None:
-    paths = Case("shared", tmp_path).check(graph=graph).paths
+    paths = Halved("shared", tmp_path).run(graph=graph).paths
     assert "eager:halves" in paths if graph == "off" else any(path.startswith("full:") for path in paths)
 
 
 @pytest.mark.needs("host_rows", "host")
-def test_halves_tell_what_whole_steps_tell(case: Case) -> None:
-    halves, whole = case.check(), case.check(two_batch_overlap="off")
-    assert halves.watched.swaps == whole.watched.swaps != SwapCounts()
+def test_halves_tell_what_whole_steps_tell(case: Halved) -> None:
+    halves, whole = case.run(), case.run(two_batch_overlap="off")
+    assert halves.recorder.swaps == whole.recorder.swaps != SwapCounts()
 
 
 @pytest.mark.needs("host_rows", "host")
-def test_a_prompt_in_a_second_half_is_an_error(case: Case) -> None:
-    engine = case.check()
+def test_a_prompt_in_a_second_half_is_an_error(case: Halved) -> None:
+    engine = case.run()
     halves: Any = engine.worker.runner.halves
     first, second = (backend.hisparse for backend in halves.backends)
     assert isinstance(first, HiSparseCoordinator) and isinstance(second, SecondHalf) and second.whole is first
@@ -94,7 +76,7 @@ def counts_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.needs("host_rows", "host")
-def test_counts_that_overwrite_each_other_are_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_overwrite_each_other_are_caught(case: Halved, monkeypatch: pytest.MonkeyPatch) -> None:
     counts_in_one_place(monkeypatch)
     with pytest.raises(AssertionError):
         test_halves_tell_what_whole_steps_tell(case)
@@ -111,7 +93,7 @@ def takes_rows_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.needs("host_rows", "host")
-def test_a_half_that_reads_other_slots_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_that_reads_other_slots_is_caught(case: Halved, monkeypatch: pytest.MonkeyPatch) -> None:
     takes_rows_of_the_first(monkeypatch)
     with pytest.raises(AssertionError):
-        case.check()
+        case.run()

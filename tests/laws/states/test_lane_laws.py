@@ -66,10 +66,10 @@ def test_prompts_that_are_given_up_leave_their_inputs_before_others_come(plain: 
     engine = plain.engine(prompt_slices="1")
     for seed in range(4):
         prompts = random_prompts(seed, (6, 24, 30, 22))
-        engine.scheduler.add(engine._request(prompts[0], SHORT))
+        engine.scheduler.add(engine.request(prompts[0], SHORT))
         for _ in range(3):
             engine.loop.step()
-        gone = engine._request(prompts[1], SHORT)
+        gone = engine.request(prompts[1], SHORT)
         engine.scheduler.add(gone)
         for _ in range(4 + seed):
             engine.loop.step()
@@ -83,10 +83,10 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 def give_up_and_come_at_once(engine: TokenEngine, prompts: list[list[int]]) -> Any:
     """Abort the decoding request and the open prompt while a slice of it runs, and start another
     prompt in the next step."""
-    engine.scheduler.add(first := engine._request(prompts[0], SHORT))
+    engine.scheduler.add(first := engine.request(prompts[0], SHORT))
     while not first.output_ids:
         engine.loop.step()
-    engine.scheduler.add(gone := engine._request(prompts[1], SHORT))
+    engine.scheduler.add(gone := engine.request(prompts[1], SHORT))
     while running_slices(engine)._open is None:
         engine.loop.step()
     for each in (first, gone):

@@ -155,9 +155,9 @@ def test_a_slice_that_is_not_the_next_is_refused(plain: Case) -> None:
 
 def test_a_worker_that_takes_prompts_whole_refuses_slices(plain: Case) -> None:
     engine, other = plain.engine(prompt_slices="off"), plain.engine()
-    other.scheduler.add(other._request([5, 6, 7], PARAMS))
+    other.scheduler.add(other.request([5, 6, 7], PARAMS))
     other.loop.step()
-    other.scheduler.add(other._request([5, 6, 7] * 9, PARAMS))
+    other.scheduler.add(other.request([5, 6, 7] * 9, PARAMS))
     while (batch := other.scheduler.next_batch()) is not None and batch.layers is None:
         pass
     assert batch is not None
@@ -207,9 +207,9 @@ def test_a_planted_defect_is_caught(plain: Case, kind: type) -> None:
 def test_a_pool_that_moved_between_two_slices_is_an_error(plain: Case) -> None:
     engine = plain.engine(prompt_slices="1")
     slices = running_slices(engine)
-    engine.scheduler.add(engine._request([5, 6, 7], PARAMS))
+    engine.scheduler.add(engine.request([5, 6, 7], PARAMS))
     engine.loop.step()
-    engine.scheduler.add(engine._request([5, 6, 7] * 9, PARAMS))
+    engine.scheduler.add(engine.request([5, 6, 7] * 9, PARAMS))
     while slices._open is None:
         engine.loop.step()
     slices._attention.token_to_kv_pool.generation += 1

@@ -21,7 +21,8 @@ from tests.checkpoints import qwen3_next, save
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.speculation import test_speculative_grammar as grammars
-from tests.laws.speculation.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same, run
+from tests.laws.speculation.test_speculative_laws import PROMPTS, run
+from tests.laws.speculation.texts import SAMPLING, Ran, check_same
 from tests.laws.states.test_state_verification import proposing
 from tests.runtime.speculation.test_speculative_length import LENGTHS, AtRandom
 

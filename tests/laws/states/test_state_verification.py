@@ -22,7 +22,8 @@ from tests.drafts import next_token
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.speculation.test_draft_laws import run as run_drafts
-from tests.laws.speculation.test_speculative_laws import PROMPTS, Ran, check_same, run
+from tests.laws.speculation.test_speculative_laws import PROMPTS, run
+from tests.laws.speculation.texts import Ran, check_same
 
 CONTEXT, VOCABULARY = 128, 97
 FAMILIES: Mapping[str, Callable[..., Any]] = MappingProxyType(

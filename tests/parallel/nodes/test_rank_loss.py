@@ -88,7 +88,7 @@ def test_a_killed_rank_ends_every_open_request_at_once(
     prompts = random_prompts(1, (5, 9))
     engine.run(prompts, 2)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    requests = [engine._request(prompt, params) for prompt in prompts]
+    requests = [engine.request(prompt, params) for prompt in prompts]
     for request in requests:
         engine.scheduler.add(request)
     for _ in range(4):

@@ -84,7 +84,7 @@ NO_TIME = "shard 0 has waited in a step .*, and shard 1 has ended it"
 OTHER_CALL = "is at .*, and another rank is not"
 OTHER_SIZES = "rank . has the graph sizes .*, and another rank has others"
 NOT_CAPTURED = "agreed to replay the graph of 2 rows, and this rank has .*; captured: 1, 3"
-OTHER_TEXT = "Not equal to tolerance"
+OTHER_TEXT = "first divergent token"
 CHECKED: dict[str, Any] = {"poison": True}
 DEFECTS: list[tuple[Callable[[int], None], dict[str, Any], str]] = [
     (graph_defects.idle_runs_nothing, {}, NO_TIME),

@@ -58,8 +58,8 @@ def test_texts_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     wanted = texts(alone)
     with RankedEngine(folder, max_batch_tokens=16, **settings) as engine:
         assert texts(engine) == wanted
-        assert engine.watched.swaps == alone.watched.swaps
-        assert bool(engine.watched.swaps.rows) == ("hisparse" in settings)
+        assert engine.recorder.swaps == alone.recorder.swaps
+        assert bool(engine.recorder.swaps.rows) == ("hisparse" in settings)
         assert any(path.startswith("layers") for path in engine.paths) == ("prompt_slices" in settings)
     alone.worker.close()
 

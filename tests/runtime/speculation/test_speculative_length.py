@@ -16,7 +16,8 @@ from sglcore.step.draft_length import DWELL, TRIES, LengthController, Started, S
 from sglcore.step.verification_rows import WideRows
 from sglcore.worker.model_worker import BatchResult
 from sglcore.worker.schedule_batch import ScheduleBatch
-from tests.laws.speculation.test_speculative_laws import Ran, check_same, engines, folder, plain, run
+from tests.laws.speculation.test_speculative_laws import engines, folder, plain, run
+from tests.laws.speculation.texts import Ran, check_same
 
 __all__ = ["engines", "folder", "plain"]
 

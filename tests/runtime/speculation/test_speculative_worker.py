@@ -23,17 +23,8 @@ from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from sglcore.step.draft_length import LengthController
 from tests.checkpoints import llama, save
-from tests.laws.speculation.test_speculative_laws import (
-    CONTEXT,
-    TOKENS,
-    VOCABULARY,
-    Ran,
-    check_same,
-    engines,
-    folder,
-    plain,
-    run,
-)
+from tests.laws.speculation.test_speculative_laws import CONTEXT, VOCABULARY, engines, folder, plain, run
+from tests.laws.speculation.texts import TOKENS, Ran, check_same
 
 __all__ = ["engines", "folder", "plain"]
 
