@@ -44,7 +44,7 @@ def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
     shows."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager" if architecture.startswith(("Gemma2", "GptOss", "Mamba")) else "sdpa"
-    if any(name in architecture for name in ("Moe", "GptOss", "NemotronH")):
+    if any(name in architecture for name in ("Moe", "GptOss", "NemotronH", "Qwen4Exp")):
         config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
@@ -258,6 +258,25 @@ def qwen35_moe(**changes: Any) -> Oracle:
     return make_oracle(config, "Qwen3_5MoeForCausalLM")
 
 
+def qwen4_exp(**changes: Any) -> Oracle:
+    """A Qwen4-Exp with tables of n-grams in its first and third layer; texts of its whole context
+    are dense."""
+    sizes = {name: size for name, size in hybrid_sizes().items() if name != "intermediate_size"}
+    kinds = ["linear_attention", "indexed_attention", "linear_attention"]
+    streams = {"hc_count": 3, "hc_lowrank": 10, "layer_types": kinds}
+    ngrams = {"ple_layer_ids": [1, 3], "ple_embed_dim": 24, "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
+    table = {"make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 3}
+    index = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+    index |= {"indexer_budget": changes.get("max_position_embeddings", 64), "indexer_compress_ratio": 4}
+    own = {**sizes, **_EXPERTS, **streams, **ngrams, **table, **index}
+    model = make_oracle(transformers.Qwen4ExpTextConfig(**{**own, **changes}), "Qwen4ExpForCausalLM")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("ple.conv1d.weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
 def lfm2(**changes: Any) -> Oracle:
     """An LFM2 with attention in its second layer; its feed-forward blocks are 48 wide, two thirds
     of the configured size."""
@@ -398,6 +417,8 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "qwen3-next": lambda: qwen3_next(attention_bias=True),
         "qwen3.5": qwen35,
         "qwen3.5-moe": lambda: qwen35_moe(attention_bias=True),
+        "qwen4-exp": qwen4_exp,
+        "qwen4-exp-sigmoid": lambda: qwen4_exp(output_gate_type="sigmoid", ple_layer_ids=None),
         "lfm2": lfm2,
         "lfm2-biases": lambda: lfm2(conv_bias=True, block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
         "lfm2-moe": lfm2_moe,

@@ -34,6 +34,19 @@ _QWEN35_MOE: Mapping[str, Any] = MappingProxyType(
         "norm_topk_prob": True,
     }
 )
+_QWEN4_EXP: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "intermediate_size": 0,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+)
 _LFM2: Mapping[str, Any] = MappingProxyType(
     {"num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True}
 )
@@ -252,6 +265,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": _QWEN35,
         "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
         "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
+        "Qwen4ExpForCausalLM": _QWEN4_EXP,
+        "Qwen4ExpForConditionalGeneration": _QWEN4_EXP,
         "Lfm2ForCausalLM": _LFM2,
         "Lfm2MoeForCausalLM": MappingProxyType(
             {

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+_QWEN4_EXP = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
 _LFM2: Mapping[str, str] = MappingProxyType({"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"})
 # Only the rotated part of a head has frequencies, so its size takes the place of the head size.
 _LATENT: Mapping[str, str] = MappingProxyType({"qk_rope_head_dim": "head_dim"})
@@ -57,9 +58,11 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found["num_hidden_layers"] = len({**values, **found}["layer_types"])
     if architecture == "DeepseekV2ForCausalLM" and values.get("topk_method", "greedy") == "greedy":
         found |= {"n_group": 1, "topk_group": 1}
-    if architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+    if architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", *_QWEN4_EXP):
         kinds = values.get("layer_types", ())
         found["layer_types"] = ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
+    if architecture in _QWEN4_EXP and "indexer_budget" in values:
+        found["dense_context"] = values["indexer_budget"] + values["indexer_compress_ratio"] - 1
     return found
 
 

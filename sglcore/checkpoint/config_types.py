@@ -52,7 +52,9 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             o_groups o_lora_rank index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters
             compress_rate_csa compress_rate_hca mamba_n_heads mamba_n_groups mamba_d_state
             mamba_d_conv mamba_expand draft_vocab_size target_hidden_size global_attn_every_n_layers
-            conv_L_cache block_multiple_of moe_latent_size type_vocab_size""",
+            conv_L_cache block_multiple_of moe_latent_size type_vocab_size hc_count hc_lowrank ple_embed_dim
+            ple_conv_kernel_size ngram_size heads_per_ngram ngram_vocab_size_base split_ngram_parts
+            make_ngram_vocab_size_divisible_by indexer_budget indexer_compress_ratio""",
         ("a whole number", _whole(0)): """
             num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers
             first_k_dense_replace num_experts num_local_experts n_routed_experts n_shared_experts
@@ -84,10 +86,10 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
         ("a text", lambda value: type(value) is str): """
             model_type hidden_act hidden_activation rope_type type dtype torch_dtype position_embedding_type
             hybrid_override_pattern topk_method scoring_func classifier_pooling activation_fn
-            sbert_ce_default_activation_function""",
+            sbert_ce_default_activation_function output_gate_type""",
         ("a list of texts", _is_list_of(str)): "architectures layer_types mlp_layer_types indexer_types",
         ("a list of whole numbers", _is_list_of(int)): """
-            mlp_only_layers full_attn_idxs compress_ratios eagle_aux_hidden_state_layer_ids""",
+            mlp_only_layers full_attn_idxs compress_ratios eagle_aux_hidden_state_layer_ids ple_layer_ids""",
         ("a list of numbers", _is_list_of(int, float)): "long_factor short_factor",
         ("a JSON object", lambda value: isinstance(value, dict)): """
             text_config rope_parameters rope_scaling full_attention sliding_attention sentence_transformers

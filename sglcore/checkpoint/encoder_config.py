@@ -22,7 +22,12 @@ CLASSIFIER = "ForSequenceClassification"
 """Suffix of architectures that pass pooled hidden states through a classification head."""
 
 
-LANGUAGE_PARTS = ("VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+LANGUAGE_PARTS = (
+    "VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
+)
 """Suffixes of architectures that keep the language part's configuration in `text_config` in newer
 files."""
 

@@ -220,11 +220,23 @@ def served(name: str, known: Collection[str]) -> str:
 def check_context(asked: int | None, config: ModelConfig) -> None:
     """Raise `ConfigError` if the requested context, in tokens, exceeds `config.context_length`.
     None: no context was requested."""
-    if asked is not None and asked > config.context_length:
-        raise ConfigError(
-            f"max_model_len is {asked}, the checkpoint's context is {config.context_length}",
-            remedy=f"set max_model_len to at most {config.context_length}",
-        )
+    if asked is None or asked <= config.context_length:
+        return
+    found = against_longer(config) or f"the checkpoint's context is {config.context_length}"
+    raise ConfigError(
+        f"max_model_len is {asked}, {found}", remedy=f"set max_model_len to at most {config.context_length}"
+    )
+
+
+def against_longer(config: ModelConfig) -> str:
+    """Return why a text may not have more than `context_length` tokens, although the checkpoint
+    allows more; empty if it does not."""
+    if config.words.get("dense_context", config.max_position_embeddings) >= config.max_position_embeddings:
+        return ""
+    return (
+        f"in texts of more than {config.context_length} tokens {config.architecture} attends to selected tokens, "
+        "which is not supported yet"
+    )
 
 
 def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
@@ -246,7 +258,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
         intermediate_size=need("intermediate_size"),
         vocab_size=need("vocab_size"),
         max_position_embeddings=max_positions,
-        context_length=_context_length(rope, max_positions) - values.get("first_position", 0),
+        context_length=_context_length(values, rope, max_positions) - values.get("first_position", 0),
         rms_norm_eps=values.get("rms_norm_eps", 1e-6),
         rope=rope,
         sliding_windows=_sliding_windows(values, layers),
@@ -356,12 +368,13 @@ def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positio
     )
 
 
-def _context_length(rope: RopeConfig, max_positions: int) -> int:
+def _context_length(values: Mapping[str, Any], rope: RopeConfig, max_positions: int) -> int:
     """Return the context length. Yarn checkpoints often state the length before the extension; all
-    other kinds state the final length."""
+    other kinds state the final length. `dense_context` limits it: in a longer text, layers would
+    attend to selected tokens only."""
     if rope.kind == "yarn":
-        return max(max_positions, int(rope.original_max * float(rope.scaling.get("factor") or 1.0)))
-    return max_positions
+        max_positions = max(max_positions, int(rope.original_max * float(rope.scaling.get("factor") or 1.0)))
+    return min(max_positions, values.get("dense_context", max_positions))
 
 
 def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -21,13 +21,14 @@ NAMES = MappingProxyType(
 class DeltaNetConfig:
     """Layers with the gated delta rule: numbers of key and value heads, elements of one head
     (`key_dim`, `value_dim`), and `taps`, the tokens that their convolution reads, the current one
-    included."""
+    included. `gate`: the activation of the norm's gate, "silu" or "sigmoid"."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    gate: str = "silu"
 
     @property
     def keys(self) -> int:

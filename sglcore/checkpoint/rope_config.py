@@ -41,6 +41,11 @@ def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
         raise ConfigError(f"the rope parameters of {kind!r} have no {error.args[0]!r}", wanted="a number") from None
 
 
+INTERLEAVED = ("Qwen3VL", "Qwen3_5", "Qwen4Exp")
+"""Architectures, by the beginning of their names, whose three axes are interleaved by frequency if
+the file does not say how they are."""
+
+
 def mrope_axes(config: ModelConfig) -> np.ndarray | None:
     """Return int32 [R / 2]: the axis (0 time, 1 height, 2 width) of each frequency; None for a
     model with one position per token. The axes are in three sections (Qwen 2-VL, Wang et al. 2024,
@@ -49,7 +54,7 @@ def mrope_axes(config: ModelConfig) -> np.ndarray | None:
     sections = config.rope.scaling.get("mrope_section")
     if sections is None:
         return None
-    if not config.rope.scaling.get("mrope_interleaved", config.architecture.startswith(("Qwen3VL", "Qwen3_5"))):
+    if not config.rope.scaling.get("mrope_interleaved", config.architecture.startswith(INTERLEAVED)):
         if sum(sections) != rotary_dim(config) // 2:
             raise ConfigError(f"mrope_section is {sections}", wanted=f"a sum of {rotary_dim(config) // 2} frequencies")
         return np.repeat(np.arange(3, dtype=np.int32), sections)

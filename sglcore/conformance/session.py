@@ -168,7 +168,7 @@ class Session:
     def freed_windows(self) -> int:
         """Number of sliding-window pages that left the page lists of the requests of the last
         `begin` while they ran."""
-        return sum(request.window_first for request in self._requests)
+        return sum(request.held.windows.first for request in self._requests)
 
     def finish(self) -> None:
         """Run all requests to their end. Waits. Checks that every page is accounted for."""

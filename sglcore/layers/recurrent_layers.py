@@ -20,18 +20,31 @@ Rows = Callable[[Tensor], Tensor]
 
 class CausalConv:
     """A depthwise convolution over a token and the `taps` - 1 tokens before it, with the
-    checkpoint's `NAME.weight` [channels, 1, taps]; then SiLU, unless `silu` is False."""
+    checkpoint's `NAME.weight` [channels, 1, taps]; then SiLU, unless `silu` is False.
 
-    __slots__ = ("_conv", "_silu", "bias", "tail", "weight")
+    With a `gap`, each of the `taps` tokens is `gap` tokens before the next: the weight is 0 for the
+    tokens between them.
+    """
 
-    def __init__(self, build: Scope, name: str, size: int, taps: int, *, bias: bool = False, silu: bool = True) -> None:
+    __slots__ = ("_conv", "_gap", "_silu", "bias", "tail", "weight")
+
+    def __init__(
+        self, build: Scope, name: str, size: int, taps: int, *, bias: bool = False, silu: bool = True, gap: int = 1
+    ) -> None:
+        taps = (taps - 1) * gap + 1
         self.weight = build.weights.make((taps, size))
-        build.weights.targets[f"{build.prefix}{name}.weight"] = self.weight.t().unsqueeze(1)
+        build.weights.targets[f"{build.prefix}{name}.weight"] = self.weight[::gap].t().unsqueeze(1)
+        if gap > 1:
+            build.weights.derived.append(self._clear_gaps)
         self.bias = build.parameter(f"{name}.bias", size) if bias else None
         self.tail = StateTensor((taps - 1, size), build.dtype)
-        self._silu = silu
+        self._silu, self._gap = silu, gap
         given = build.rows(size), self.weight, self.bias, silu, build.rows(taps - 1, size)
         self._conv = build.kernel(KernelTable.causal_conv, *given, build.indices(), None, None)
+
+    def _clear_gaps(self) -> None:
+        taps = torch.arange(self.weight.shape[0], device=self.weight.device)
+        self.weight[taps % self._gap != 0] = 0
 
     def __call__(self, x: Tensor, tails: Tensor, rows: PoolRows) -> Tensor:
         """Convolve `x` [T, size] to [T, size]; updates `tails` [slots, taps - 1, size], the last
@@ -65,6 +78,10 @@ class GatedDeltaNet(ReplayedLayer):
         self._rule = build.kernel(KernelTable.gated_delta_rule, *given)
         values = build.rows(net.values)
         self._norm = build.kernel(KernelTable.gated_rms_norm, values, values, self.norm, self._eps, False)
+        self._norm_alone = None
+        if net.gate == "sigmoid":
+            by_value = build.rows(heads, net.value_dim)
+            self._norm_alone = build.kernel(KernelTable.rms_norm, by_value, self.norm[0], self._eps)
 
     def take(self, hidden: Tensor) -> Tensor:
         """[T, H] to the projection's outputs [T, n]."""
@@ -81,7 +98,10 @@ class GatedDeltaNet(ReplayedLayer):
         """Return [T, H]: values `mixed` [T, heads * value_dim], normed and then gated by a part of
         `taken`, then the output projection."""
         gate = taken.split(self._sizes, dim=1)[1]
-        return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
+        if self._norm_alone is None:
+            return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
+        normed = self._norm_alone(mixed.unflatten(1, (-1, self.norm.shape[1])), self.norm[0], self._eps)
+        return self.output((normed.flatten(1) * torch.sigmoid(gate.float())).to(mixed.dtype))
 
 
 class Mamba2(ReplayedLayer):

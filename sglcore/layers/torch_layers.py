@@ -15,6 +15,7 @@ from sglcore.checkpoint.frozen_draft_config import FrozenCells
 from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
+from sglcore.checkpoint.ngram_config import NgramConfig
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rope_config import halves_first, rotary_dim
 from sglcore.core.errors import ConfigError
@@ -23,11 +24,13 @@ from sglcore.layers.build_scope import Scope
 from sglcore.layers.clamped_mlp import LimitedMlp
 from sglcore.layers.compressed_attention import CompressedAttention, OfAttention
 from sglcore.layers.frozen_draft import ChosenHead, FrozenAttention, Scale
+from sglcore.layers.gated_residual import GatedMixer, GatedResidual
 from sglcore.layers.hyper_connections import HyperConnection, HyperHead
 from sglcore.layers.latent_attention import LatentAttention, Projections
 from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, MappedHead, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import Experts
+from sglcore.layers.ngram_embedding import NgramEmbedding
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
@@ -226,6 +229,21 @@ class Build(Scope):
         times, `end` combines the streams of a token after the last layer.
         """
         return HyperHead(self.at(name), streams, eps)
+
+    def gated_residual(self, name: str, streams: int, rank: int) -> GatedResidual:
+        """Return a hyper-connection that wraps a block in a model with `streams` rows per token:
+        gates of the given rank combine them, and the block's result is added to each."""
+        return GatedResidual(self.at(name), streams, rank)
+
+    def gated_mixer(self, name: str, streams: int, rank: int) -> GatedMixer:
+        """Return the start and the end of such streams: `begin` copies each embedding `streams`
+        times, `end` combines the streams of a token by gates of the given rank."""
+        return GatedMixer(self.at(name), streams, rank)
+
+    def ngram_embedding(self, state_id: int, net: NgramConfig, place: int, streams: int) -> NgramEmbedding:
+        """Return what table `place` of hashed n-grams adds to the streams of a layer: [T, n, H] to
+        the same shape. `state_id` numbers the layers with states."""
+        return NgramEmbedding(self, state_id, net, place, streams)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return an elementwise function: "gelu" (exact), "relu2" (max(x, 0)^2), "sigmoid" or

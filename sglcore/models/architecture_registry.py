@@ -51,6 +51,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": "sglcore.models.architectures.qwen.qwen3_5:Qwen35ForCausalLM",
         "Qwen3_5MoeForCausalLM": "sglcore.models.architectures.qwen.qwen3_5:Qwen35ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "sglcore.models.architectures.qwen.qwen3_5:Qwen35ForCausalLM",
+        "Qwen4ExpForCausalLM": "sglcore.models.architectures.qwen.qwen4_exp:Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration": "sglcore.models.architectures.qwen.qwen4_exp:Qwen4ExpForCausalLM",
         "Qwen2_5_VLForConditionalGeneration": (
             "sglcore.models.architectures.qwen.qwen_vl:Qwen25VLForConditionalGeneration"
         ),

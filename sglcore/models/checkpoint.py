@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.checkpoint.dtype import choose_dtype
-from sglcore.checkpoint.model_config import check_context
+from sglcore.checkpoint.model_config import against_longer, check_context
 from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.checkpoint.tensor_parallel import check_divisible
 from sglcore.config.engine_config import EngineConfig
-from sglcore.core.ledger import DecisionLedger
+from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.layer_kinds import Architecture
@@ -43,6 +43,9 @@ def load_checkpoint(
         config.model_impl, folder, ledger, task=config.task, trusts_code=config.trust_remote_code
     )
     check_context(config.max_model_len, model_config)
+    if config.max_model_len is None and (why := against_longer(model_config)):
+        told, longest = str(model_config.max_position_embeddings), str(model_config.context_length)
+        ledger.record(Row("context", told, longest, why, f"--max-model-len {longest}", downgrade=True))
     if groups is not None:
         check_divisible(model_config, groups.tp.size, is_ours=not architectures)
         check_topology(model_config, groups.place.topology)

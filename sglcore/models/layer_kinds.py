@@ -15,6 +15,7 @@ from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
+from sglcore.checkpoint.ngram_config import NgramConfig
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.core.errors import ConfigError
 
@@ -382,6 +383,23 @@ class Build(Protocol):
         `hc_scale`."""
         ...
 
+    def gated_residual(self, name: str, streams: int, rank: int) -> HyperConnection:
+        """Return a hyper-connection: gates combine the normed streams, with the weights
+        `input_mix_weight_down` and `input_mix_weight_up` of `rank` elements between them; the
+        result is added to each stream with a factor from `block_inject_weight`."""
+        ...
+
+    def gated_mixer(self, name: str, streams: int, rank: int) -> HyperHead:
+        """Return the start and end of the streams of `gated_residual`: copies, and the gated mean
+        of the normed streams."""
+        ...
+
+    def ngram_embedding(self, state_id: int, net: NgramConfig, place: int, streams: int) -> Stateful:
+        """Return what the n-grams of each token add to the streams, [T, n, H] to the same shape:
+        rows of table `place`, gates and a convolution of this scope. `state_id` numbers the layers
+        with states."""
+        ...
+
     def activation(self, name: str) -> Layer:
         """Return an elementwise function: "gelu" (exact), "relu2" (max(x, 0)^2), "sigmoid" or
         "tanh".
@@ -395,8 +413,8 @@ class Architecture(ABC):
 
     calls_library: ClassVar[bool] = False
     """Some operations are the library's own, between the device's kernels."""
-    reads_history: ClassVar[bool] = False
-    """The result for a token depends on the ids before it, which the forward's context has."""
+    previous_ids: int = 0
+    """How many ids before each token its result depends on (`NgramEmbeddingInfo.previous_ids`)."""
     against_norm_inputs: str = "it has no layers that sglcore runs one by one"
     """Why `with_norm_inputs` raises; empty if it does not."""
     parts: str = ""
@@ -416,6 +434,11 @@ class Architecture(ABC):
         """Build the layers, in subclasses; weights may still be empty."""
         self.config, self.feature_size = build.config, build.config.hidden_size
         self.weights, self.dtype, self.kernels = build.weights, build.dtype, build.kernels
+
+    @property
+    def reads_history(self) -> bool:
+        """True if the result for a token depends on the ids before it (`previous_ids`)."""
+        return self.previous_ids > 0
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """Return, by the checkpoint's name, the model's name of each tensor in the checkpoint's

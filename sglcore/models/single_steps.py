@@ -23,7 +23,7 @@ from sglcore.runtime.memory.kv_rows import RowCounts, RowPool
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import Extensions, ModelRunner
-from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry, previous_buffer
 from sglcore.runtime.token_table import TokenTable
 from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 
@@ -40,13 +40,15 @@ class Steps:
     def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
         facts = FACTS if device == "cpu" else Facts(tensor_device=device)
         encoder, table = model.config.is_encoder, ReqToTokenPool(SLOTS, CONTEXT, PAGE, device)
-        self.model = model
+        self.model, self._tokens = model, TokenTable(SLOTS, CONTEXT, device)
+        own = [[previous_buffer(self._tokens, model.previous_ids)] if model.previous_ids else [] for _ in range(2)]
+        given = facts, None if encoder else table
         self.runner = ModelRunner(
             model,
             _attention(model, table, device),
-            build_decode_registry(facts, None if encoder else table, max_bs=SLOTS),
-            build_prefill_registry(facts, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
-            TokenTable(SLOTS, CONTEXT, device),
+            build_decode_registry(*given, max_bs=SLOTS, extra_buffers=own[0]),
+            build_prefill_registry(*given, max_bs=SLOTS, max_num_tokens=CONTEXT, extra_buffers=own[1]),
+            self._tokens,
             extensions=Extensions(state_pool=StatePool(model.state_layers, SLOTS, snapshots, device)),
         )
         self._free = list(range(1, SLOTS * CONTEXT // PAGE + 1))
@@ -62,7 +64,13 @@ class Steps:
     def staged(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
         """Return the step's batch on the device, without running it. The tokens count as appended:
         the next call continues after them."""
-        return self.runner.init_batch(self._batch(tokens, mode))
+        first = dict(self._lens)
+        batch = self.runner.init_batch(self._batch(tokens, mode))
+        if self.model.previous_ids:
+            for slot, ids in tokens.items():
+                row = self._tokens.history[slot]
+                row[first[slot] : self._lens[slot]] = torch.tensor(ids, dtype=row.dtype, device=row.device)
+        return batch
 
     def logprobs(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Run one step; return float32 [T, vocab], the log-probabilities after each token."""

@@ -53,6 +53,7 @@ from sglcore.runtime.registry_builders import (
     build_decode_registry,
     build_prefill_registry,
     feature_buffer,
+    previous_buffer,
     run_buffers,
     visible_buffer,
 )
@@ -245,6 +246,8 @@ def runner(
     own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
     own[0] += [visible_buffer()] if speculation is not None and speculation.tree is not None else []
     own[0] += run_buffers() if speculation is not None and pools.states is not None else []
+    if model.previous_ids:
+        own = [[*each, previous_buffer(pools.token_table, model.previous_ids)] for each in own]
     given = {"cells": cells, "window_table": table}
     extensions = _extensions(pools, attention, hisparse if attention.hisparse else None, groups, halves)
     decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests * shape.most, extra_buffers=own[0], **given)
@@ -263,7 +266,6 @@ def runner(
             is_narrow=facts.index_dtype == "int32",
             needs_host_lengths=facts.needs_host_lengths or attention.facts.needs_host_lengths,
             needs_exact_lengths=facts.needs_host_lengths or attention.facts.needs_exact_lengths,
-            reads_history=model.reads_history,
         ),
         extensions,
         streams,

@@ -448,11 +448,12 @@ class BufferRegistry:
         return replace(template, **changes)
 
     def _nested_view(self, prefix: str, given: Any, bs: int, num_tokens: int) -> Any:
-        """Return a nested record of buffer heads; fields that `given` does not have stay None."""
+        """Return a nested record of buffer heads; fields that `given` does not have stay None, and
+        those without a buffer here stay as they are."""
         heads = {
-            spec.name: self.input_buffer(f"{prefix}.{spec.name}").head(bs, num_tokens)
+            spec.name: self._buffers[name].head(bs, num_tokens)
             for spec in specs(type(given))
-            if spec.is_buffered and getattr(given, spec.name) is not None
+            if (name := f"{prefix}.{spec.name}") in self._buffers and getattr(given, spec.name) is not None
         }
         return replace(given, **heads)
 

@@ -49,8 +49,6 @@ class ForwardContext:
     """Runs uncaptured calls between captured segments. None: there are no segments."""
     state_pool: StatePool | None = None
     """Pool of recurrent states. None: the model has none."""
-    history: Tensor | None = None
-    """int32[slots + 1, context + 1]: tokens of each request slot. None: the model reads none."""
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)

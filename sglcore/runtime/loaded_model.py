@@ -65,6 +65,11 @@ class LoadedModel(Model, Protocol):
         ...
 
     @property
+    def previous_ids(self) -> int:
+        """How many input ids before each token its output depends on."""
+        ...
+
+    @property
     def against_norm_inputs(self) -> str:
         """Why `with_norm_inputs` raises; empty if it does not."""
         ...

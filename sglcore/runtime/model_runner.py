@@ -71,8 +71,6 @@ class RunnerOptions:
     """No forward runs without lengths on the host, because graphs or attention need them."""
     needs_exact_lengths: bool = False
     """These lengths must be exact: upper bounds do not suffice."""
-    reads_history: bool = False
-    """The model reads the token history."""
 
 
 class Ranks(Protocol):
@@ -152,7 +150,6 @@ class ModelRunner:
         self.options, self.extensions, self.streams = options, extensions, streams
         self.is_narrow = options.is_narrow
         self.halves, self.state_pool = extensions.halves, extensions.state_pool
-        self.history = token_table.history if options.reads_history else None
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
         entering = EnteringSlots(extensions.entered) if extensions.entered else None
@@ -289,7 +286,7 @@ class ModelRunner:
         with the same pools.
         """
         backend = self.attn_backend if attention is None else attention
-        return ForwardContext(backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
+        return ForwardContext(backend, batch, self._layers, state_pool=self.state_pool)
 
     def prepared(self, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch as an eager forward reads it, computed inputs included. Does not wait.

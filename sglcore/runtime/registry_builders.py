@@ -14,6 +14,7 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBu
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference_kernels import cache_locations as reference_locations
 from sglcore.runtime.memory.pools import ReqToTokenPool, WindowTable
+from sglcore.runtime.token_table import TokenTable
 from sglcore.step.batch_field import When, leaves, spec_of, zero
 
 Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
@@ -85,6 +86,50 @@ def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
         return None if batch.features is None else batch.features[: ctx.raw_num_tokens]
 
     return InputBuffer(spec, trail=(size,), source_fn=given)
+
+
+def previous_buffer(table: TokenTable, count: int) -> InputBuffer:
+    """Return the buffer of `NgramEmbeddingInfo.previous_ids`, `count` ids for each token, for a
+    model with embeddings of n-grams. The ids come from `input_ids` as far as the step has them, and
+    from the history of the request slot otherwise."""
+    name = "ngram_embedding_info.previous_ids"
+    spec = next(spec for spec in leaves(ForwardBatch) if spec.name == name)
+    return InputBuffer(spec, trail=(count,), post_fill=PreviousIds(table.history))
+
+
+class PreviousIds:
+    """A `post_fill` that writes the tokens before each token, the nearest first; -1 before the
+    start of a text.
+
+    Those of decode rows come from `history` int32[slots + 1, context + 1]. It has all tokens before
+    the step; if a request has several rows, also theirs.
+    """
+
+    __slots__ = ("_history",)
+
+    def __init__(self, history: Tensor) -> None:
+        self._history = history
+
+    def __call__(self, view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+        """Fill the buffer; the signature is that of `post_fill`."""
+        tokens, view = ctx.raw_num_tokens, view[: ctx.raw_num_tokens]
+        slots, positions = batch.req_pool_indices[: ctx.raw_bs], batch.positions[:tokens]
+        if batch.extend_seq_lens is None or batch.extend_start_loc is None:
+            view.copy_(self._before(slots, positions, view.shape[1]))
+            return
+        lengths, starts = batch.extend_seq_lens[: ctx.raw_bs], batch.extend_start_loc[: ctx.raw_bs]
+        slots, starts = (torch.repeat_interleave(each, lengths, output_size=tokens) for each in (slots, starts))
+        places = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
+        view.copy_(self._before(slots, positions, view.shape[1]))
+        for back in range(1, view.shape[1] + 1):
+            own = batch.input_ids[:tokens].roll(back)
+            torch.where(places - starts >= back, own, view[:, back - 1], out=view[:, back - 1])
+
+    def _before(self, slots: Tensor, positions: Tensor, count: int) -> Tensor:
+        """Return int32[T, count]: the tokens of the history before these positions int32[T]."""
+        columns = positions.unsqueeze(1) - torch.arange(1, count + 1, dtype=positions.dtype, device=positions.device)
+        found = self._history[slots.unsqueeze(1), columns.clamp(min=0)]
+        return torch.where(columns < 0, -1, found)
 
 
 def visible_buffer() -> InputBuffer:

@@ -92,7 +92,7 @@ class SampleStep:
         sampled = self.sampler.sample(logits, self.state(batch, rows, inputs, arrived, positions))
         slots = self.known.slots
         self._table.publish(slots, sampled.token_ids)
-        if self.looks_back(inputs) or batch.ngram_starts is not None:
+        if self.looks_back(inputs):
             self._table.admit_history(slots, positions, sampled.token_ids)
         return sampled, prompt
 

@@ -59,27 +59,24 @@ class StateLayer(ABC):
         """
 
 
-class ReplayedLayer(StateLayer):
-    """The base of state layers in three parts, `take`, `advance` and `finish`.
+class ReplayedStates(StateLayer):
+    """The base of state layers in parts: one makes the inputs of the states, `advance` updates the
+    states, and `finish` makes the result.
 
-    `take` and `finish` work on each token alone, `advance` updates states. After a verification,
-    states can thus be advanced over the accepted tokens again without `take` and `finish`.
+    Only `advance` depends on other tokens. After a verification, states can thus be advanced over
+    the accepted tokens again without the other parts.
     """
 
     def __init__(self, layer_id: int, kept: Mapping[str, StateTensor], taken_in: StateTensor) -> None:
         super().__init__(layer_id, kept)
         self.taken_in = taken_in
 
-    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """Map hidden [T, H] to [T, H]; keeps the output of `take` for verified tokens."""
-        taken = self.take(hidden)
+    def replayed(self, taken: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """Map the inputs of the states [T, *taken_in.shape] to the layer's result; keeps those of
+        verified tokens."""
         if batch.run_rows is not None and batch.forward_mode.is_decode:
             get_state_pool().keep(self.layer_id, taken, batch.run_rows)
         return self.finish(self.advance(taken, pool_rows(batch), states), taken)
-
-    @abstractmethod
-    def take(self, hidden: Tensor) -> Tensor:
-        """Map hidden [T, H] to the inputs of the states, [T, *taken_in.shape]."""
 
     @abstractmethod
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
@@ -88,6 +85,19 @@ class ReplayedLayer(StateLayer):
     @abstractmethod
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
         """Map `mixed` [T, m], the output of `advance`, and `taken` [T, n] to [T, H]."""
+
+
+class ReplayedLayer(ReplayedStates):
+    """The base of state layers whose states have hidden states as their only inputs, in three
+    parts: `take`, `advance` and `finish`."""
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """Map hidden [T, H] to [T, H]; keeps the output of `take` for verified tokens."""
+        return self.replayed(self.take(hidden), batch, states)
+
+    @abstractmethod
+    def take(self, hidden: Tensor) -> Tensor:
+        """Map hidden [T, H] to the inputs of the states, [T, *taken_in.shape]."""
 
 
 def pool_rows(batch: ForwardBatch) -> PoolRows:

@@ -93,7 +93,7 @@ class TpModelWorker:
         self.runner = runner
         self.limits = limits
         self.kinds = tuple(kinds)
-        self.sampling = SampleStep(runner, token_table, limits.vocab_size, limits.keeps_history)
+        self.sampling = SampleStep(runner, token_table, limits.vocab_size, limits.keeps_history or limits.reads_history)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
         self._tickets = Tickets(RING)
@@ -166,7 +166,9 @@ class TpModelWorker:
         Does not wait.
         """
         sent = {**inputs.arrays, **_prompt_embeds(batch), **more}
-        arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
+        # `copy_out` reads the rows of snapshots from these arrays after the forward.
+        has_arrays = sent or batch.state_to is not None
+        arrays = StagedArrays(sent, lasting=inputs.new is not None) if has_arrays else None
         staged = self.runner.init_batch(batch, arrays)
         if batch.embed_rows is not None and arrays is not None:
             given = arrays.arrived["prompt_embeds"]

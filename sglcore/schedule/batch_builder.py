@@ -44,7 +44,6 @@ class BatchBuilder:
         self._mask_words = -(-limits.vocab_size // 32)
         self._keeps_state = limits.keeps_state
         self._keeps_windows = limits.num_window_pages > 0
-        self._reads_history = limits.reads_history
         self._keeps_history = limits.reads_history or limits.keeps_history
         self._reads_next = limits.lookahead > 0
         self._drafts = limits.draft_tokens
@@ -113,8 +112,6 @@ class BatchBuilder:
         if self._drafts:
             batch.prefix_lens[: len(chosen)] -= self._drafts
         _add_history(batch, len(chosen), extended, self._keeps_history)
-        if self._reads_history:
-            batch.ngram_starts, batch.ngram_lens = batch.prefix_lens, lengths
         _add_prompt_logprobs(batch, len(chosen), chunks, self._reads_next)
         if self._keeps_state:
             _add_states(batch, len(chosen), chunks, saves)

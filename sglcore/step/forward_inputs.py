@@ -81,27 +81,14 @@ def _window_prefix_lens_cpu(batch: Any) -> Ints | None:
 
 @batch_record(ScheduleBatch)
 class NgramEmbeddingInfo(Generic[Array]):
-    """Inputs of n-gram embeddings, int32[B] each: the index in the token history where each
-    request's tokens of this step start, and their number.
+    """Inputs of n-gram embeddings.
+
+    `previous_ids`: int32[T, k], the k tokens before each token in its text, the nearest first; -1
+    before the start of the text.
     """
 
-    column_starts: Array | None = batch_field(
-        axis=REQUESTS,
-        moved=Moved(by_skipped=1),
-        dtype="int32",
-        padding=zero(),
-        read="ngram_starts",
-        when=IF_GIVEN,
-        wide=PLACED,
-    )
-    req_lens: Array | None = batch_field(
-        axis=REQUESTS,
-        moved=Moved(by_skipped=-1, by_rest=1),
-        dtype="int32",
-        padding=zero(),
-        read="ngram_lens",
-        when=IF_GIVEN,
-        wide=PLACED,
+    previous_ids: Array | None = batch_field(
+        axis=TOKENS, dtype="int32", padding=zero(), owner="token table", when=IF_GIVEN
     )
 
 

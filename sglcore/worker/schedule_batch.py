@@ -210,11 +210,6 @@ class ScheduleBatch:
     mrope_positions: Ints | None = None
     """int32[3, T] (optional): the positions of each token by time, height and width. None: no
     token's three positions differ."""
-    ngram_starts: Ints | None = None
-    """int32[B] (optional): where each row's tokens begin in the history of its slot. None except
-    for a worker that reads it (`Limits.reads_history`)."""
-    ngram_lens: Ints | None = None
-    """int32[B] (optional): how many tokens each row has there. None as `ngram_starts`."""
     cell_limits: Ints | None = None
     """int32[B] (optional): KV slots of the row that are in its pages and that its output, or a
     draft tree after its last token, can need. None: the worker makes no draft tokens

@@ -70,6 +70,7 @@ def test_architectures_import_only_what_they_share_the_checkpoint_and_errors() -
             "latent_config",
             "model_config",
             "moe_spec",
+            "ngram_config",
             "recurrent_config",
         )
     }

@@ -123,6 +123,7 @@ LANGUAGE_PARTS: dict[str, Callable[..., Any]] = {
     "Qwen3VLForConditionalGeneration": transformers.Qwen3VLTextConfig,
     "Qwen3_5ForConditionalGeneration": Qwen3_5TextConfig,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeTextConfig,
+    "Qwen4ExpForConditionalGeneration": transformers.Qwen4ExpTextConfig,
 }
 
 
@@ -169,6 +170,7 @@ def test_layers_with_a_window_of_a_language_part_are_the_librarys(layers: int, f
         ("Qwen3NextForCausalLM", transformers.Qwen3NextConfig),
         ("Qwen3_5ForCausalLM", Qwen3_5TextConfig),
         ("Qwen3_5MoeForCausalLM", Qwen3_5MoeTextConfig),
+        ("Qwen4ExpForCausalLM", transformers.Qwen4ExpTextConfig),
     ],
 )
 def test_heads_of_the_delta_rule_are_the_librarys(architecture: str, make: Callable[[], Any]) -> None:

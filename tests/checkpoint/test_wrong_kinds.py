@@ -21,6 +21,7 @@ from sglcore.checkpoint import (
     encoder_config,
     latent_config,
     model_config,
+    ngram_config,
     pooling_config,
     recurrent_config,
     rope_config,
@@ -165,6 +166,7 @@ def test_what_a_model_may_have_none_of_is_counted_from_zero(name: str, tmp_path:
 
 
 OWN = {"added_tokens", "block_rope", "first_position", "compression_config", "quantization_config", "pad_token_id"}
+OWN |= {"dense_context", "eos_token_id"}
 """Names that are checked by their readers, or that do not come from a checkpoint."""
 MAPPINGS = re.compile(r"(config\.|^)(words|raw|values|scaling|rope\.scaling)$")
 
@@ -192,6 +194,7 @@ def asked(source: str) -> Iterator[str]:
         model_config,
         encoder_config,
         latent_config,
+        ngram_config,
         recurrent_config,
         config_synonyms,
         rope_config,

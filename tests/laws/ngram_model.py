@@ -15,7 +15,6 @@ from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.models.decoder import LayerState
 from sglcore.models.layer_kinds import Build
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.forward_context import get_forward_context
 from tests.checkpoints import llama, save
 
 NAME, ROWS = "BigramLlamaForCausalLM", 41
@@ -27,28 +26,20 @@ def pairs_of(tokens: Tensor, before: Tensor) -> Tensor:
 
 
 class BigramLlama(LlamaForCausalLM):
-    """Reads the token history by request slot."""
+    """Reads the token before each token."""
 
-    reads_history = True
+    previous_ids = 1
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.pairs = build.at("model").embedding("pairs", ROWS, build.config.hidden_size)
 
     def embed(self, batch: ForwardBatch) -> LayerState:
-        """Return the sum of both embeddings. Returns the first one alone in a capture, because no
-        replayed batch has `ngram_embedding_info`."""
-        found, info, history = super().embed(batch), batch.ngram_embedding_info, get_forward_context().history
-        if info is None:
-            return found
-        assert info.column_starts is not None and info.req_lens is not None and history is not None
-        counts = info.req_lens.long()
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-        columns = info.column_starts[rows] + torch.arange(len(rows), device=counts.device)
-        columns = columns - (counts.cumsum(0) - counts)[rows]
-        before = history[batch.req_pool_indices[rows], (columns - 1).clamp(min=0)]
-        before = torch.where(columns > 0, before, -1)
-        return found._replace(hidden=found.hidden + self.pairs(pairs_of(batch.input_ids, before)))
+        """Return the sum of both embeddings."""
+        found, info = super().embed(batch), batch.ngram_embedding_info
+        assert info is not None and info.previous_ids is not None
+        pairs = self.pairs(pairs_of(batch.input_ids, info.previous_ids[:, 0]))
+        return found._replace(hidden=found.hidden + pairs)
 
 
 class Oracle:

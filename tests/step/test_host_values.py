@@ -24,7 +24,7 @@ def _starts(batch: ScheduleBatch, values: Mapping[str, Any]) -> Any:
 class Inputs:
     """One field for each way to read a value."""
 
-    starts: Any = batch_field(axis=Axis.REQUESTS, read="ngram_starts", when=When.IF_GIVEN)
+    starts: Any = batch_field(axis=Axis.REQUESTS, read="cell_limits", when=When.IF_GIVEN)
     after: Any = batch_field(axis=Axis.REQUESTS, read=_starts, when=When.IF_GIVEN)
     mode: Any = batch_field(axis=Axis.NONE, split=Split.COPY, read=Once("capture_hidden_mode"))
     same_mode: Any = batch_field(axis=Axis.NONE, split=Split.COPY, mirror="mode")
@@ -34,7 +34,7 @@ class Inputs:
 def test_a_function_sees_what_was_given_and_what_it_does_not_give_is_not_there() -> None:
     reader = host_reader(Inputs, False)
     assert reader.read(make_batch({1: [5]})).keys().isdisjoint({"starts", "after"})
-    values = reader.read(make_batch({1: [5]}, ngram_starts=ints([3])))
+    values = reader.read(make_batch({1: [5]}, cell_limits=ints([3])))
     assert (values["starts"].tolist(), values["after"].tolist()) == ([3], [4])
 
 

@@ -75,6 +75,9 @@ class ShardedBuild(Scope):
     softcap = Build.softcap
     hyper_connection = Build.hyper_connection
     hyper_head = Build.hyper_head
+    gated_residual = Build.gated_residual
+    gated_mixer = Build.gated_mixer
+    ngram_embedding = Build.ngram_embedding
     mapped_head = Build.mapped_head
 
     @property

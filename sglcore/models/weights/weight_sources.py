@@ -342,12 +342,15 @@ IDS_REMEDY = "they are ids: convert them to whole numbers, or download the check
 
 def _check_plain(place: PlainSource, target: Tensor, shape: tuple[int, ...]) -> None:
     entry, where = place.entry, place.file.path.name
-    wanted = {torch.uint8: ("U8",), torch.int32: ("I32", "I64")}.get(target.dtype, tuple(DTYPES))
+    integers = {torch.uint8: ("U8",), torch.int32: ("I32", "I64"), torch.int64: ("I64",)}
+    wanted = integers.get(target.dtype, tuple(DTYPES))
     if entry.dtype not in wanted:
         raise CheckpointError(
             f"{entry.name!r} in {where} has the type {entry.dtype}",
             wanted="one of " * (len(wanted) > 1) + ", ".join(wanted),
-            remedy="use the unquantised version of this model" if target.dtype is not torch.int32 else IDS_REMEDY,
+            remedy="use the unquantised version of this model"
+            if target.dtype not in (torch.int32, torch.int64)
+            else IDS_REMEDY,
         )
     if entry.shape != shape:
         raise CheckpointError(

@@ -103,7 +103,7 @@ def make_speculative_worker(
         takes_proposals=from_host,
         draft_lengths=speculation.lengths if is_agreed else (),
         lookahead=drafter.lookahead,
-        keeps_history=drafter.reads_history,
+        keeps_history=drafter.reads_history or limits.reads_history,
         allows_mixed_batches=False,
         # The positions of tokens to verify are their indices in the text.
         takes_mrope=False,

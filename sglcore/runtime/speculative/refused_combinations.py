@@ -65,8 +65,8 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
             ),
         ),
         HISTORY: _refused(
-            "a model that reads the history of each token",
-            all="this model reads the history of each token, which does not contain draft tokens",
+            "a model with embeddings of n-grams",
+            trees="embeddings of n-grams, whose tokens are those of only one branch",
         ),
         EMBEDS: _refused("a model that embeds", all="this model embeds: it drafts and samples no tokens"),
         DRAFT_STATE: _refused(

@@ -193,7 +193,7 @@ def of_head(runner: ModelRunner, model: Model) -> ModelRunner:
         runner.decode_registry,
         runner.prefill_registry,
         runner.token_table,
-        replace(runner.options, reads_history=False),
+        runner.options,
         Extensions(window_table=runner.extensions.window_table, ranks=runner.extensions.ranks),
         runner.streams,
     )

@@ -220,7 +220,8 @@ def _tree_of(
     tree = _tree(config, kind)
     if tree is None:
         return config, None
-    if reason := _reason_against_trees(model.attention_layers) or first_reason({STATE: model.state_layers}, TREES):
+    of_model = {STATE: model.state_layers, HISTORY: model.reads_history}
+    if reason := _reason_against_trees(model.attention_layers) or first_reason(of_model, TREES):
         raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
     if not no_trees:
         return config, tree
@@ -337,7 +338,6 @@ def _reason_against(model: LoadedModel, kind: str) -> str:
     has = {
         EMBEDS: model.config.is_encoder,
         OTHER_STATE: any(layer.taken_in is None for layer in model.state_layers),
-        HISTORY: model.reads_history,
     }
     return first_reason(has, kind)
 

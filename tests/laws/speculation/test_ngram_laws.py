@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sglcore.models import architecture_registry, implementation
+from sglcore.runtime.registry_builders import PreviousIds
 from sglcore.runtime.token_table import TokenTable
-from sglcore.schedule import batch_builder
+from sglcore.schedule.draft_counts import sums_of
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.ngram_model import NAME, Oracle
 
@@ -44,6 +45,15 @@ def test_prefix_hits_and_retractions_find_the_tokens_before_them(model: tuple[Pa
     assert made.scheduler.stats().retractions and made.scheduler.stats().hit_tokens
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_draft_tokens_are_embedded_with_those_before_them(model: tuple[Path, Any], overlap: bool) -> None:
+    folder, oracle = model
+    made = TokenEngine(folder, speculative="ngram", draft_tokens=3, overlap=overlap, poison=True)
+    prompts = [prompt * 3 for prompt in random_prompts(0, (5, 9, 4, 6))]
+    check_logprobs(made.run(prompts, 40, stagger=2), oracle)
+    assert sums_of(made.scheduler.drafts).accepted > 3
+
+
 def sampled_tokens_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     right = TokenTable.admit_history
 
@@ -54,18 +64,16 @@ def sampled_tokens_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenTable, "admit_history", admit)
 
 
-def starts_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = batch_builder.BatchBuilder.build
+def one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PreviousIds._before
 
-    def build(self: Any, *given: Any) -> Any:
-        batch: Any = right(self, *given)
-        batch.ngram_starts = batch.ngram_starts + 1
-        return batch
+    def before(self: PreviousIds, slots: Any, positions: Any, count: int) -> Any:
+        return right(self, slots, positions + 1, count)
 
-    monkeypatch.setattr(batch_builder.BatchBuilder, "build", build)
+    monkeypatch.setattr(PreviousIds, "_before", before)
 
 
-@pytest.mark.parametrize("defect", [sampled_tokens_forgotten, starts_one_late])
+@pytest.mark.parametrize("defect", [sampled_tokens_forgotten, one_token_late])
 def test_a_planted_defect_is_caught(
     model: tuple[Path, Any], defect: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,19 @@ def plain(folder: Path) -> Iterator[Ran]:
 
 
 @pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steady_decode_steps_write_the_snapshots_of_their_rows(folder: Path, oracle: Any, overlap: bool) -> None:
+    """The second turns begin with states that only decode steps without any other array wrote."""
+    engine = TokenEngine(folder, graph="off", overlap=overlap, poison=True)
+    (first,) = engine.run(random_prompts(3, (5,)), 30)
+    before = engine.scheduler.stats().hit_tokens
+    said = (first.prompt + first.tokens)[:33]
+    check_logprobs(engine.run([said], 6, score_prompts=False), oracle)
+    assert engine.scheduler.stats().hit_tokens - before == 32
+    engine.worker.close()
+
+
+@pytest.mark.needs("device")
 @pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("drafter", ["ngram", "oracle", "guessing"])
 def test_states_follow_what_grammars_allow(folder: Path, drafter: str, changes: bool) -> None:

@@ -32,6 +32,7 @@ FORMS: MappingProxyType[str, tuple[Make, tuple[int, ...], dict[str, Any]]] = Map
         "deepseek-v4: blocks, streams, experts within a limit": (deepseek_v4.deepseek_v4, (2,), {"page_size": 16}),
         "qwen3-next: the delta rule, gates of attention": (checkpoints.qwen3_next, (2,), {}),
         "qwen3.5: the delta rule, dense": (checkpoints.qwen35, (2,), {}),
+        "qwen4-exp: streams, tables of n-grams": (checkpoints.qwen4_exp, (2,), {}),
         "lfm2: short convolutions": (checkpoints.lfm2, (2, 4), {}),
         "lfm2, sparse": (checkpoints.lfm2_moe, (2, 4), {}),
         "granite hybrid: a group of heads on several ranks": (checkpoints.granite_hybrid, (2, 4), {}),

@@ -15,7 +15,8 @@ from sglcore.device.facts import Facts
 from sglcore.runtime import buffer_registry
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.registry_builders import build_decode_registry
+from sglcore.runtime.registry_builders import build_decode_registry, previous_buffer
+from sglcore.runtime.token_table import TokenTable
 from sglcore.step.batch_field import Axis, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import ints
@@ -313,15 +314,24 @@ def test_after_freeze_addresses_never_change_and_a_larger_batch_is_an_error() ->
     assert all(old is registry.input_buffer(name).tensor for old, name in zip(buffers, registry.names, strict=True))
 
 
-def test_what_a_nested_record_lacks_this_step_stays_none() -> None:
+def test_a_nested_record_has_what_has_a_buffer_and_keeps_the_rest() -> None:
     facts = Facts(tensor_device="cpu", shares_host_memory=True)
-    registry = build_decode_registry(facts, None, max_bs=4)
-    both = ForwardBatch(batch_size=1, num_tokens=1)
-    both.ngram_embedding_info = NgramEmbeddingInfo(*(torch.full((1,), n, dtype=torch.int32) for n in (4, 5)))
-    one = ForwardBatch(batch_size=1, num_tokens=1)
-    one.ngram_embedding_info = NgramEmbeddingInfo(torch.full((1,), 9, dtype=torch.int32), None)
-    for batch in (both, one):
+    table = TokenTable(2, 8, "cpu")
+    with_buffer = build_decode_registry(facts, None, max_bs=4, extra_buffers=[previous_buffer(table, 1)])
+    without = build_decode_registry(facts, None, max_bs=4)
+    table.history[2, :3] = torch.tensor([5, 6, 7])
+    given = torch.full((1, 1), 9, dtype=torch.int32)
+    found = []
+    for registry in (with_buffer, without):
+        batch = registry.view(1, 1, False)
+        assert (batch.ngram_embedding_info is not None) == (registry is with_buffer)
+        batch.req_pool_indices.fill_(2)
+        batch.positions.fill_(3)
+        batch.ngram_embedding_info = NgramEmbeddingInfo(given)
         registry.fill_from(batch, FillContext(1, 1, 1, 1))
-    found = registry.extract_buffer(one, 1, 1).ngram_embedding_info
-    assert found is not None and found.column_starts is not None
-    assert found.column_starts.tolist() == [9] and found.req_lens is None
+        found.append(registry.extract_buffer(batch, 1, 1).ngram_embedding_info)
+    assert [info.previous_ids.tolist() for info in found if info is not None] == [[[7]], [[9]]]
+    assert found[1] is not None and found[1].previous_ids is given
+    empty = ForwardBatch(batch_size=1, num_tokens=1, ngram_embedding_info=NgramEmbeddingInfo(None))
+    info = with_buffer.extract_buffer(empty, 1, 1).ngram_embedding_info
+    assert info is not None and info.previous_ids is None

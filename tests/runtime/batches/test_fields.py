@@ -204,10 +204,10 @@ def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     # Only steps that verify trees, or draft tokens of a model with states, have these
     # (`visible_buffer`, `run_buffers`).
     declared -= {"visible", "run_slots", "run_targets", "run_lens", "run_rows"}
-    nested = {f"ngram_embedding_info.{spec.name}" for spec in specs(NgramEmbeddingInfo)}
-    assert set(prefill.names) == declared | nested
+    # Only models with embeddings of n-grams have theirs (`previous_buffer`).
+    assert set(prefill.names) == declared
     extend = {"extend_prefix_lens", "extend_seq_lens", "extend_start_loc", "input_embeds"}
-    assert set(decode.names) == (declared | nested) - extend
+    assert set(decode.names) == declared - extend
 
 
 def test_the_paddings_say_what_they_fill_and_when() -> None:

@@ -87,16 +87,12 @@ def test_a_continued_prompt_of_one_token_is_not_a_decode() -> None:
 
 
 @facts_of_both
-def test_positions_of_three_axes_and_ngram_inputs_are_staged_when_they_are_there(facts: Any) -> None:
+def test_positions_of_three_axes_are_staged_when_they_are_there(facts: Any) -> None:
     site, desk = make_site(facts=facts), Desk()
     rotary = np.arange(15, dtype=np.int32).reshape(3, 5)
-    extra = {"mrope_positions": rotary, "ngram_starts": ints([3, 4]), "ngram_lens": ints([2, 3])}
-    batch = staged(site, desk.extend({1: SECOND, 2: FIRST[:3]}, **extra))
-    info = batch.ngram_embedding_info
-    assert info is not None
-    assert values(batch.mrope_positions, info.column_starts, info.req_lens) == [rotary.tolist(), [3, 4], [2, 3]]
-    after = staged(site, desk.extend({1: SECOND}))
-    assert (after.mrope_positions, after.ngram_embedding_info) == (None, None)
+    batch = staged(site, desk.extend({1: SECOND, 2: FIRST[:3]}, mrope_positions=rotary))
+    assert values(batch.mrope_positions) == [rotary.tolist()]
+    assert staged(site, desk.extend({1: SECOND})).mrope_positions is None
 
 
 def one_shots(site: Site, batch: ScheduleBatch) -> tuple[Any, ...]:

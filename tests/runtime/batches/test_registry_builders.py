@@ -15,7 +15,6 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.step.batch_field import spec_of
-from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import SHARED, STAGED, TinyModel, ints, make_attention
 
 I32 = torch.int32
@@ -47,14 +46,11 @@ def test_what_an_owned_batch_holds_elsewhere_is_copied_into_its_buffer(facts: Fa
     assert registry.owns(batch)
     batch.mrope_positions = torch.arange(9, dtype=I32).view(3, 3)
     batch.input_embeds = torch.ones(3, 2)
-    batch.ngram_embedding_info = NgramEmbeddingInfo(torch.tensor([4], dtype=I32), torch.tensor([5], dtype=I32))
     registry.fill_from(batch, FillContext(1, 1, 3, 4))
     view = registry.extract_buffer(batch, 1, 4)
     assert view.mrope_positions is not None and view.input_embeds is not None
     assert view.mrope_positions.tolist() == [[0, 1, 2, 0], [3, 4, 5, 0], [6, 7, 8, 0]]
     assert view.input_embeds.tolist() == [[1, 1]] * 3 + [[0, 0]]
-    assert view.ngram_embedding_info is not None and view.ngram_embedding_info.req_lens is not None
-    assert view.ngram_embedding_info.req_lens.tolist() == [5]
 
 
 def test_embeddings_without_a_buffer_are_the_batchs_own() -> None:

@@ -22,7 +22,7 @@ from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.step.batch_field import Axis, Split, When, batch_field, batch_record, specs
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
-from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, ints, random_tokens
+from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, random_tokens
 from tests.runtime.windows import WindowDesk, make_windowed
 
 Rows = list[tuple[int, int]]
@@ -46,8 +46,6 @@ def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site,
     extra = {
         "token_type_ids": np.arange(count, dtype=np.int32) % 2,
         "mrope_positions": np.arange(3 * count, dtype=np.int32).reshape(3, count),
-        "ngram_starts": ints([7 + prefix for prefix, _ in rows]),
-        "ngram_lens": ints([length for _, length in rows]),
     }
     mode = ForwardMode.DECODE if decode else ForwardMode.MIXED
     host = desk.batch(tokens, mode, **extra)
@@ -55,6 +53,7 @@ def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site,
     batch = site.runner.init_batch(host)
     site.runner.prepared(batch)
     batch.input_embeds = torch.arange(2.0 * count).view(count, 2)
+    batch.ngram_embedding_info = NgramEmbeddingInfo(torch.arange(2 * count, dtype=torch.int32).view(count, 2))
     batch.capture_hidden_mode = CaptureHiddenMode.FULL
     batch.sampling = object()
     return site, batch
@@ -67,10 +66,14 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
     present = list(dict.fromkeys(row for row, _, _ in inside))
     lengths = [sum(row == other for other, _, _ in inside) for row in present]
     starts = [next(position for other, position, _ in inside if other == row) for row in present]
-    steps = [next(step for other, _, step in inside if other == row) for row in present]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     info = batch.ngram_embedding_info
-    assert info is not None and batch.mrope_positions is not None and batch.input_embeds is not None
+    assert (
+        info is not None
+        and info.previous_ids is not None
+        and batch.mrope_positions is not None
+        and batch.input_embeds is not None
+    )
     assert batch.token_type_ids is not None
     decode = batch.extend_seq_lens is None
     hidden = [max(0, prefix - WINDOW + 1) // PAGE * PAGE for prefix, _ in rows]
@@ -106,10 +109,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "run_targets": None,
         "run_lens": None,
         "run_rows": None,
-        "ngram_embedding_info": {
-            "column_starts": [7 + rows[row][0] + step for row, step in zip(present, steps, strict=True)],
-            "req_lens": lengths,
-        },
+        "ngram_embedding_info": {"previous_ids": info.previous_ids.tolist()[first:last]},
         "capture_hidden_mode": CaptureHiddenMode.FULL,
         "return_hidden_states_before_norm": False,
         "sampling": None,

@@ -1,1 +1,1 @@
-"""Qwen 1.5 to 3.5: dense, sparse and hybrid."""
+"""Qwen 1.5 to 4: dense, sparse and hybrid."""
