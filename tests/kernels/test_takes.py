@@ -24,7 +24,7 @@ from sglcore.core.ledger import DecisionLedger
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted, fitted_to
-from sglcore.runtime.kernels.table import KernelTable, Limited
+from sglcore.runtime.kernels.table import KernelTable, Limited, Trial
 from sglcore.runtime.tp_worker import TpModelWorker
 from tests.checkpoints import bert, llama, qwen3, qwen3_moe, save
 from tests.models.steps import Steps, load
@@ -59,6 +59,23 @@ def test_the_first_candidate_that_takes_a_call_is_chosen_and_the_table_keeps_all
         choose(KernelTable(rotary=Limited(vendor_rotary, whole)), KernelTable.rotary, PARTLY)
         is reference_kernels.rotary
     )
+
+
+def test_a_library_is_tried_once_for_each_dtype_and_size() -> None:
+    tried: list[str] = []
+
+    def run(x: Tensor) -> Tensor:
+        tried.append(f"{x.dtype} {len(x)}")
+        if x.dtype is torch.float16:
+            raise RuntimeError("no kernel for half precision")
+        return torch.zeros(1)
+
+    limited = Limited(vendor_rotary, trial=Trial(run))
+    failed = "its first call failed: RuntimeError: no kernel for half precision"
+    for _ in range(2):
+        for dtype, reason in ((torch.float32, ""), (torch.float16, failed)):
+            assert [limited.refusal(torch.empty(size, dtype=dtype, device="meta")) for size in (1, 2)] == [reason] * 2
+    assert tried == ["torch.float32 1", "torch.float32 2", "torch.float16 1", "torch.float16 2"]
 
 
 def test_a_refusal_is_a_row_that_names_what_was_wanted_the_reason_and_the_remedy_once() -> None:

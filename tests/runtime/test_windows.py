@@ -216,6 +216,8 @@ def test_one_part_that_needs_exact_lengths_is_enough(part: str) -> None:
     facts = make_windowed(**both).attention.facts
     assert facts.needs_host_lengths and not facts.needs_exact_lengths
     assert make_windowed(**(both | {part: Exact})).attention.facts.needs_exact_lengths
+    one: Any = {part: Masks}
+    assert not make_windowed(**one).attention.facts.needs_exact_lengths, "the other part reads none on the host"
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,15 @@ def test_gpus_with_narrow_waves_and_older_versions_are_refused(monkeypatch: pyte
     assert "has no has_invalid: build AITER" in table_here().refused[0]
 
 
+@pytest.mark.parametrize("heads", [slice(None), slice(1)], ids=["in all heads", "in one"])
 @pytest.mark.parametrize("value", [float("nan"), 0.0, 1.0])
 def test_a_library_that_gives_other_numbers_is_refused_before_it_is_chosen(
-    value: float, monkeypatch: pytest.MonkeyPatch
+    value: float, heads: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def called(q: Tensor, *given: Any, has_invalid: bool = True) -> Tensor:
-        return torch.full_like(q, value)
+        found = torch.full_like(q, 0.5)
+        found[:, heads] = value
+        return found
 
     monkeypatch.setattr(importlib.import_module(MODULE), "pa_decode_sparse", called)
     refusals = Refusals()

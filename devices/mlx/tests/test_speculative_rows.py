@@ -4,6 +4,7 @@ implementations in Python and the core's."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from devices.mlx.tests.running import running
 from sglcore_mlx.forward import DecodeForward
+from sglcore_mlx.speculative.drafter import StandaloneDrafter, VerifiedRows
 from sglcore_mlx.speculative.ngram import propose
 from sglcore_mlx.speculative.verify import NONE, Drafts, accept, place
 
@@ -158,6 +160,27 @@ def test_cells_of_tokens_that_are_not_verified_are_those_of_padding() -> None:
     page_table = mx.array([[3, 7, 0], [5, 1, 9]])
     assert placed.cells(page_table, 4).tolist() == [3 * 4 + 3, 7 * 4, 0, 1 * 4 + 2, 1 * 4 + 3, 9 * 4]
     assert placed.ids.tolist() == [[12, 5, 12], [11, 8, 9]]
+
+
+def test_a_root_past_the_pages_of_its_request_has_no_cell() -> None:
+    """The first request has a page for its root. The second has none, and its row of the table
+    names a page of before there."""
+    fields = {
+        "input_ids": mx.array([5, 6, 7, 8]),
+        "positions": mx.array([2, 3, 6, 7]),
+        "req_pool_indices": mx.array([1, 1, 2, 2]),
+    }
+    numbers, roots, lengths = mx.zeros((2, 2), mx.int32), mx.array([11, 12]), mx.array([4, 8])
+    page_table = mx.array([[3, 9, 0], [4, 5, 7]])
+    rows = VerifiedRows(
+        fields, page_table, mx.zeros((4, 3)), numbers, mx.array([1, 1]), roots, lengths, mx.array([8, 8])
+    )
+    parts: Any = SimpleNamespace(_parts=SimpleNamespace(page_size=4))
+    found = StandaloneDrafter._with_roots(parts, rows)
+    assert found["out_cache_loc"].tolist() == [3 * 4 + 2, 3 * 4 + 3, 9 * 4, 5 * 4 + 2, 5 * 4 + 3, 0]
+    assert found["req_pool_indices"].tolist() == [1, 1, 1, 2, 2, 0]
+    assert found["positions"].tolist() == [2, 3, 4, 6, 7, 0]
+    assert found["input_ids"].tolist() == [5, 6, 11, 7, 8, 12]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,15 +1,18 @@
 """A field that is declared in one line in each of the two batches reaches the batches that are
-derived from others: of idle shards, and of sliding-window layers."""
+derived from others: of idle shards, and of sliding-window layers. Plans of drafts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.windowed import window_view
+from sglcore.runtime.speculative.chain_drafts import FeatureDrafter
 from sglcore.schedule.data_parallel.dp_loop import idle_batch
 from sglcore.step.batch_field import Axis, When, batch_field, batch_record, specs, zero
 from sglcore.worker.schedule_batch import ForwardMode
@@ -64,3 +67,22 @@ def test_sliding_window_layers_see_every_field() -> None:
         elif not callable(spec.in_window):
             assert getattr(view, spec.name) is getattr(batch, spec.in_window or spec.name), spec.name
     assert type(view) is WindowedBatch
+
+
+@pytest.mark.parametrize(("sizes", "bucket"), [((), None), ((2,), 2), ((1, 8), 8)])
+def test_a_draft_replays_its_own_graph_of_a_step_that_the_target_replays(
+    sizes: tuple[int, ...], bucket: int | None
+) -> None:
+    """Or none, if it has captured none, as where its attention cannot be captured."""
+    seen: list[Any] = []
+    plan = StepPlan((2, 1), is_padded=True, bucket=4, is_decode=True, can_replay=True)
+
+    def forward(batch: Any) -> tuple[Tensor, str]:
+        seen.append(batch.step_plan)
+        return torch.zeros(2, 3), ""
+
+    runner = SimpleNamespace(state_pool=None, replayed=lambda plan: plan.replayed(sizes), forward=forward)
+    ids, batch = torch.tensor([5, 6]), replace(windowed_batch(), step_plan=plan)
+    rows = SimpleNamespace(batch=batch, ids=ids, select=ids - 5, features=torch.zeros(2, 3))
+    FeatureDrafter(cast("Any", runner), 1, lambda features: features).take_in(cast("Any", rows))
+    assert seen == [replace(plan, bucket=bucket)]

@@ -153,6 +153,12 @@ def test_a_measured_hit_rate_and_shorter_requests_change_what_is_chosen() -> Non
     assert choice_within(3000 * MIB, 50e9, request_tokens=512)[0] is None
 
 
+def test_a_measured_hit_rate_of_nothing_is_not_an_assumed_one() -> None:
+    assert choice_within(3000 * MIB, 10e9)[0] is not None
+    found, row = choice_within(3000 * MIB, 10e9, hit_rate=0.0)
+    assert found is None and "a hit rate of 0%, given" in row.reason
+
+
 @pytest.mark.needs("host_rows", "streams")
 def test_speeds_are_measured(saved: tuple[Any, Path]) -> None:
     row, _ = told(started(saved[1], hisparse="auto"))
