@@ -28,7 +28,8 @@ from tokenizers import Tokenizer
 from sglcore import LLM, SamplingParams
 from sglcore.engine.start import embedded_model
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.tree import MOST_NODES, TreeRecords, TreeShape, TreeTables
+from sglcore.runtime.speculative.tree import TreeRecords, TreeTables, depths_of_records
+from sglcore.step.tree_shapes import MOST_NODES, TreeShape
 from sglcore_cpu.choice import kernels as processor_kernels
 
 KINDS, TEMPERATURES = ("eagle3", "mtp"), (0.0, 1.0)
@@ -112,7 +113,7 @@ def host_time(requests: int, kernels: KernelTable) -> dict[str, float]:
         )
         for width in widths
     ]
-    depths = shape.depths_of_records("cpu")
+    depths = depths_of_records(shape, "cpu")
     built, walked = [], []
     owners, state = slots.repeat_interleave(shape.nodes), torch.zeros(3, requests + 1, dtype=torch.int32)
     proposals = torch.zeros(requests + 1, shape.nodes - 1, dtype=torch.int32)

@@ -20,6 +20,8 @@ MOST_WIDTH = 64
 """Largest size that is tried for the list of sizes that fit."""
 
 
+Range = tuple[int, int]
+"""The half-open range [first, last)."""
 Fits = Callable[[int, int], bool]
 """`fits(size, width)`: whether `size` items can be divided among `width` ranks."""
 
@@ -87,8 +89,11 @@ def _of_words(config: ModelConfig) -> Iterator[Constraint]:
 
 
 def _of_groups(config: ModelConfig) -> Iterator[Constraint]:
-    """Yield constraints of quantised columns that share a scale: ranks must not split a group."""
-    quantization = read_quantization(config.raw)
+    """Yield constraints of quantised columns that share a scale: ranks must not split a group.
+
+    A format under `quantization` is read, and its groups are checked, by the device's own loader.
+    """
+    quantization = None if "quantization" in config.raw else read_quantization(config.raw)
     values = config.num_attention_heads * config.words.get("v_head_dim", config.head_dim)
     inner = 0 if config.moe is not None and all(config.moe.layers) else config.intermediate_size
     for module, size, axis in (("self_attn.o_proj", values, "attn_tp"), ("mlp.down_proj", inner, "tp")):
@@ -158,3 +163,9 @@ class Shard:
         """
         each = -(-rows // self.size)
         return self.rank * each, (self.rank + 1) * each
+
+
+def clipped(part: Range, whole: int) -> tuple[Range, ...]:
+    """Return the part of a range that is below `whole`: one range, or none."""
+    first, last = min(part[0], whole), min(part[1], whole)
+    return ((first, last),) if last > first else ()

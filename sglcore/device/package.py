@@ -116,6 +116,12 @@ class DevicePackage(metaclass=Adapting):
         for ref in self.refs():
             modules(ref, package=self.name)
 
+    @property
+    def ranks_share_device(self) -> bool:
+        """Whether all ranks of one machine have the same device: those of the processor, and those
+        of a device whose communication says so."""
+        return self.is_host or (self.communication is not None and self.communication.shares_device)
+
     def refs(self) -> tuple[Ref, ...]:
         """Return the references of the declaration, in reading order, without those in
         `communication`."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglcore.checkpoint.expert_parts import GROUP
 from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
@@ -18,7 +19,6 @@ from sglcore.layers.build_scope import Scope
 from sglcore.layers.expert_routing import make_routing
 from sglcore.layers.linear import Linear
 from sglcore.runtime.kernels.entry import Entry
-from sglcore.runtime.kernels.mxfp4 import GROUP
 from sglcore.runtime.kernels.table import KernelTable
 
 

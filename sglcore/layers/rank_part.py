@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Range = tuple[int, int]
-"""The half-open range [first, last)."""
+from sglcore.checkpoint.tensor_parallel import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,3 @@ class Cut:
             target.narrow(self.dim, place, last - first).copy_(whole.narrow(self.dim, first, last - first))
             place += last - first
         target.narrow(self.dim, place, target.shape[self.dim] - place).zero_()
-
-
-def clipped(part: Range, whole: int) -> tuple[Range, ...]:
-    """Return the part of a range that is below `whole`: one range, or none."""
-    first, last = min(part[0], whole), min(part[1], whole)
-    return ((first, last),) if last > first else ()

@@ -15,7 +15,7 @@ from torch import Tensor
 from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
 from sglcore.sampling.gumbel_race import RaceTables, draw_race, gaps_below_best, make_race_tables, race_scores, row_keys
 from sglcore.sampling.logprobs import logprobs_of
-from sglcore.sampling.noise import LIMIT, ONE
+from sglcore.sampling.noise import CONTENDERS, LIMIT, ONE, OWN, SPREAD
 from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.processors import (
     PenaltyState,
@@ -67,20 +67,6 @@ greedy.
 
 BLOCK_ELEMENTS = 1 << 16
 """Number of logits that `draw_rows` processes at a time: about the size of a CPU cache."""
-
-CONTENDERS = 8
-"""Number of leading tokens of a race among which `chances` divides the probability: the drawn token
-is assumed to be one of them.
-"""
-SPREAD, OWN = 2.0, 0.1
-"""A contender g nats after the first is drawn in proportion to exp(-SPREAD * sqrt(g)) times its own
-probability to the power of OWN.
-
-Draft and target logits mostly differ little but sometimes much, so the chance falls with g far
-slower than an exponential. A token that reached its rank through the noise is accepted less often.
-Both constants are fitted to acceptance rates by rank in 64 stories of the embedded model, with both
-of its draft heads, greedy and sampled; the stories of benchmarks/draft_trees.py are not among them.
-"""
 
 
 class Sampler:

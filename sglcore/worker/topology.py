@@ -22,10 +22,10 @@ stages.
 class Communication:
     """How the devices of one kind exchange tensors, which the device package declares: the names of
     its back ends, whether captured graphs may hold collectives, the network interface's variable,
-    and libraries that send tokens to experts."""
+    libraries that send tokens to experts, and whether ranks may share a device."""
 
     backend: str
-    """The name of the back end in torch.distributed."""
+    """The name of the back end in torch.distributed, or in the device's own library."""
     host_backend: str = "gloo"
     """The name of the back end for tensors on the host."""
     in_graphs: bool = False
@@ -37,6 +37,8 @@ class Communication:
     dispatchers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Libraries of the device that send tokens to their experts, by name, the preferred one first:
     references to a `MakeDispatcher`."""
+    shares_device: bool = False
+    """The ranks of one machine share one device, so any number of them may run there."""
 
 
 @dataclass(frozen=True, slots=True)

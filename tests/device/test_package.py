@@ -8,6 +8,7 @@ import pytest
 
 from sglcore.core.errors import ConfigError, DeviceError
 from sglcore.device.package import DevicePackage, resolve
+from sglcore.worker.topology import Communication
 from tests.device.site import Site
 
 PACKAGE = DevicePackage(
@@ -48,6 +49,13 @@ def test_kernel_tables_are_named_and_the_first_is_the_preferred() -> None:
         PACKAGE.kernels_for("quick", "reference")
     with pytest.raises(DeviceError, match="device package 'one' names no kernel table"):
         replace(PACKAGE, kernels={})
+
+
+def test_ranks_share_the_processor_and_a_device_that_says_so() -> None:
+    own, shared = Communication("x"), Communication("x", shares_device=True)
+    given = ((False, None), (False, own), (True, None), (True, own), (False, shared))
+    found = [replace(PACKAGE, is_host=is_host, communication=each).ranks_share_device for is_host, each in given]
+    assert found == [False, False, True, True, True]
 
 
 def test_a_reference_resolves_to_what_it_names() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from sglcore.checkpoint import expert_parts, parallel_roles
 from sglcore.checkpoint.tensor_parallel import Shard
 from sglcore.device import bring_up
-from sglcore.layers.parallel import expert_parts, parallel_norms, parallel_roles, parallel_vocab, tensor_parallel_layers
+from sglcore.layers.parallel import parallel_norms, parallel_vocab, tensor_parallel_layers
 from sglcore.runtime import tp_worker
 from sglcore.runtime.kernels import reference_kernels, reference_recurrent
 from sglcore.runtime.parallel import pending_collective, process_group, rank_decided_sampling, rank_groups

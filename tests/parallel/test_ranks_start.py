@@ -35,10 +35,14 @@ from tests.schedule.fake_worker import make_limits
 CONFIG = EngineConfig(tp=2)
 
 
-def choice_of(*, is_host: bool = True, index: int = 0, devices: int = 0, talks: bool = True) -> Any:
+def choice_of(
+    *, is_host: bool = True, index: int = 0, devices: int = 0, talks: bool = True, shares: bool = False
+) -> Any:
     communication = Communication("gloo") if talks else None
     return SimpleNamespace(
-        package=SimpleNamespace(name="x", is_host=is_host, communication=communication),
+        package=SimpleNamespace(
+            name="x", is_host=is_host, communication=communication, ranks_share_device=is_host or shares
+        ),
         chosen=ChosenDevice("x", "", "", 1, "", index),
         report=SimpleNamespace(devices=[None] * devices),
     )
@@ -263,6 +267,7 @@ def test_a_rank_has_come_up_with_both_of_its_channels(use: str, tmp_path: Path) 
         (choice_of(devices=1), None),
         (choice_of(is_host=False, devices=0, index=7), None),
         (choice_of(is_host=False, devices=2), None),
+        (choice_of(is_host=False, devices=1, shares=True), None),
         (choice_of(is_host=False, devices=4, index=2), None),
         (choice_of(talks=False), "tp is 2, and device 'x' declares no communication between its devices; --tp 1"),
         (

@@ -2,6 +2,7 @@
 module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.worker.topology import Communication
 
 package = DevicePackage(
     name="mlx",
@@ -14,9 +15,11 @@ package = DevicePackage(
         "metal": "sglcore_mlx.attention.paged:MetalAttention",
         "processor": "sglcore_mlx.attention.processor:ProcessorAttention",
         "gathered": "sglcore_mlx.attention.gathered:GatheredAttention",
+        "compressed": "sglcore_mlx.attention.compressed:BlockAttention",
     },
     graphs={},
     kernels={"mlx": "sglcore_mlx.kernels:kernels"},
     bring_up="sglcore_mlx.bring_up:BRING_UP",
+    communication=Communication(backend="ring", host_backend="ring", shares_device=True),
 )
 """The declaration that `sglcore devices` and the core read."""

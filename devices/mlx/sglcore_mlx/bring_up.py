@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,23 +21,33 @@ from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse_config import parse_hisparse_config
-from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
+from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 from sglcore.step.slice_decisions import INTERLEAVE, lane_row, slice_budget, slice_row, whole_row
 from sglcore.worker.model_worker import Limits
+from sglcore.worker.topology import Place
+from sglcore_mlx.attention.blocks import block_page_bytes, fitting_page_size, has_blocks, make_block_arrays
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
 from sglcore_mlx.kernels import KernelNames
+from sglcore_mlx.layers.build import Build
 from sglcore_mlx.load import LoadedModel, load_model
 from sglcore_mlx.memory import device_memory
 from sglcore_mlx.models.contract import Model
+from sglcore_mlx.parallel.build import ShardedBuild
+from sglcore_mlx.parallel.ranks import Ranks, join
+from sglcore_mlx.parallel.settings import check_alone
+from sglcore_mlx.parallel.worker import RankWorker
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
-from sglcore_mlx.speculative.choice import Speculation, check_model, choose_speculation
+from sglcore_mlx.speculative.choice import COUPLED, Speculation, check_model, choose_speculation
 from sglcore_mlx.speculative.draft_stepper import DraftStepper
-from sglcore_mlx.speculative.drafter import DraftParts, drafter_type
+from sglcore_mlx.speculative.drafter import DraftParts
+from sglcore_mlx.speculative.drafter_kinds import drafter_type, lookahead_of
 from sglcore_mlx.speculative.drafts import Draft, load_draft
+from sglcore_mlx.speculative.rejection import DraftRejectionStepper, RejectionStepper
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
+from sglcore_mlx.speculative.tree_stepper import TreeStepper
 from sglcore_mlx.speculative.trial import trial
 from sglcore_mlx.speculative.worker import SpeculativeWorker
 from sglcore_mlx.states import StatePool, state_bytes
@@ -63,12 +73,25 @@ def stream_thread() -> StreamThread:
     return StreamThread()
 
 
-def hardware(stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger) -> Hardware:
+def hardware(
+    stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger, place: Place | None = None
+) -> Hardware:
     """Return which device MLX uses, and on the CPU how many streams share the work; record both in
-    the ledger."""
-    found = stream_thread.call(open_hardware, config.threads)
+    the ledger. Ranks of one machine divide its cores."""
+    found = stream_thread.call(open_hardware, config.threads, 1 if place is None else place.neighbours)
     ledger.record(*found.rows)
     return found
+
+
+def ranks(
+    stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger, place: Place | None = None
+) -> Ranks | None:
+    """Connect the ranks of this start and return them; None: this process runs the model alone.
+    Waits. Raises ConfigError for settings that ranks do not support here, and as `join` does."""
+    if place is None:
+        return None
+    check_alone(config, ledger)
+    return stream_thread.call(join, place)
 
 
 def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
@@ -133,10 +156,13 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
-def speculation(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> Speculation | None:
+def speculation(
+    config: EngineConfig, model_path: Path, ranks: Ranks | None, ledger: DecisionLedger
+) -> Speculation | None:
     """Return the drafter and the numbers of draft tokens, as the configuration asks; None: no
-    speculation. Reads no weights. Raises ConfigError for an invalid setting."""
-    return choose_speculation(config, model_path, ledger)
+    speculation, which ranks do not have. Reads no weights. Raises ConfigError for an invalid
+    setting."""
+    return choose_speculation(config, model_path, ledger) if ranks is None else None
 
 
 def model(
@@ -147,6 +173,7 @@ def model(
     facts: Facts,
     model_path: Path,
     speculation: Speculation | None,
+    ranks: Ranks | None,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> LoadedModel:
@@ -171,6 +198,7 @@ def model(
             parts=hardware.parts,
             progress=told,
             check=partial(check_model, speculation),
+            make=Build if ranks is None else partial(ShardedBuild, ranks=ranks),
         )
 
     model = _loaded(stream_thread, load, partial(progress, "loading weights"))
@@ -209,7 +237,7 @@ def draft(
     model."""
     if speculation is None or speculation.folder is None:
         return None
-    own = {"parts": hardware.parts, "ledger": ledger}
+    own = {"parts": hardware.parts, "ledger": ledger, "tree": speculation.tree}
     folder, kind = speculation.folder, speculation.kind
 
     def load(told: Callable[[int, int], None]) -> Draft:
@@ -223,6 +251,7 @@ def sizes(
     facts: Facts,
     model: Model,
     draft: Draft | None,
+    speculation: Speculation | None,
     device_memory: MemoryBudget,
     ledger: DecisionLedger,
 ) -> MemorySizes:
@@ -230,15 +259,37 @@ def sizes(
     the weights leave. Raises ConfigError if it is too little."""
     cell = 0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype)
     cell += 0 if draft is None else cell_bytes(draft.model.layers, draft.model.dtype)
-    page_size = config.page_size or facts.page_size
+    page_size = fitting_page_size(model.layers, config.page_size, facts.page_size)
+    page, state = page_size * cell + block_page_bytes(model.layers, page_size, model.dtype), state_bytes(model.states)
+    # The states of incomplete blocks are not part of snapshots: a page ends with a complete block.
+    each = {"ring": state} if has_blocks(model.layers) else {"state": state}
     return size_pools(
         config,
         context_len=model.config.context_length,
-        geometry=Geometry(page_size * cell, state=state_bytes(model.states)),
+        geometry=Geometry(page, **each),
         page_size=page_size,
-        budget=device_memory,
+        budget=_beside_laws(config, model, speculation, device_memory, ledger),
         ledger=ledger,
     )
+
+
+def _beside_laws(
+    config: EngineConfig, model: Model, speculation: Speculation | None, budget: MemoryBudget, ledger: DecisionLedger
+) -> MemoryBudget:
+    """Return the budget less the distributions of draft tokens, with a ledger row; the budget
+    itself if none are kept. Raises ConfigError if they do not fit."""
+    taken = 0 if speculation is None else speculation.laws_bytes(config.max_requests, model.config.vocab_size)
+    if not taken:
+        return budget
+    remedy = "lower max_requests or draft_tokens"
+    if taken > budget.available:
+        raise ConfigError(
+            f"the distributions of draft tokens take {size_text(taken)}, {size_text(budget.available)} are available",
+            remedy=f"{remedy}, or --speculative-verify coupled",
+        )
+    why = f"the distributions of draft tokens of {config.max_requests} requests, in addition to the pools"
+    ledger.record(Row("draft laws", config.speculative_verify, size_text(taken), why, remedy))
+    return replace(budget, available=budget.available - taken)
 
 
 def pools(
@@ -252,6 +303,7 @@ def pools(
     def make() -> DeviceState:
         num_cells = (sizes.num_pages + 1) * sizes.page_size
         cells = [] if model.config.is_encoder else make_cells(model.layers, model.dtype, num_cells, fill)
+        cells += make_block_arrays(model.layers, sizes.page_size, model.dtype, sizes.num_pages + 1, fill)
         states = StatePool(model.states, sizes.max_requests, sizes.num_snapshots, config.poison)
         state = DeviceState(cells, states, mx.zeros((sizes.max_requests + 1,), mx.int32))
         if draft is not None:
@@ -307,6 +359,7 @@ def _selected(
         page_size=page_size,
         compute=hardware.kind,
         has_latent=any(layer.value_dim is not None for layer in model.layers),
+        has_blocks=has_blocks(model.layers),
         ledger=ledger,
     )
     return kind(model.layers, page_size, hardware.streams)
@@ -353,9 +406,11 @@ def worker(
     speculation: Speculation | None,
     draft: Draft | None,
     draft_attention: DecodeAttention | None,
+    ranks: Ranks | None,
 ) -> MlxWorker:
     """Make the worker that the scheduler submits to, with its limits. With speculation it is a
-    `SpeculativeWorker`, otherwise the class that the package names."""
+    `SpeculativeWorker`, for one of several ranks a `RankWorker`, otherwise the class that the
+    package names."""
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -367,7 +422,7 @@ def worker(
         generates=not model.config.is_encoder,
         takes_masks=True,
         takes_changes=True,
-        keeps_state=bool(model.states),
+        keeps_state=bool(model.states) and not has_blocks(model.layers),
         num_snapshots=sizes.num_snapshots,
         **sizes.num_bytes,
         num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
@@ -377,20 +432,27 @@ def worker(
         slice_budget=slices or 0,
     )
     if speculation is not None:
-        limits = speculation.limits_of(limits, 0 if draft is None else drafter_type(draft).lookahead)
+        limits = speculation.limits_of(limits, lookahead_of(draft))
 
     def make() -> Stepper:
         parts = (model if draft is None else draft.target, attention, pools, sizes)
         if speculation is None:
             return Stepper(*parts, **options)
+        ruled = {} if speculation.rule == COUPLED else {"rule": speculation.rule}
+        own = {"tokens": speculation.tokens, **ruled, **options}
         if draft is None or draft_attention is None:
-            return SpeculativeStepper(*parts, tokens=speculation.tokens, **options)
+            return (RejectionStepper if ruled else SpeculativeStepper)(*parts, **own)
         given = DraftParts(draft, draft_attention, sizes.page_size, options["compiles"])
-        return DraftStepper(*parts, model_drafter=drafter_type(draft)(given), tokens=speculation.tokens, **options)
+        own["model_drafter"] = drafter_type(draft)(given)
+        if speculation.tree is not None:
+            return TreeStepper(*parts, shape=speculation.tree, **own)
+        return (DraftRejectionStepper if ruled else DraftStepper)(*parts, **own)
 
     given = stream_thread.call(make), stream_thread, limits, residency.close
     if speculation is not None:
         return SpeculativeWorker(*given, lengths=speculation.lengths)
+    if ranks is not None:
+        return RankWorker(*given)
     return resolve(package.worker, package.name)(*given)
 
 
@@ -398,6 +460,7 @@ BRING_UP = BringUp(
     (
         stream_thread,
         hardware,
+        ranks,
         residency,
         kernels,
         computing,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,14 +12,16 @@ from numpy.typing import NDArray
 
 from sglcore.step.host_values import host_reader, make_batch
 from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
-from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
+from sglcore_mlx.attention.blocks import has_blocks
+from sglcore_mlx.attention.compressed import BlockStep, extend_parts, one_part
+from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.indexed import ChoosingPlan
 from sglcore_mlx.attention.prompt import PromptPlan, PromptRow
-from sglcore_mlx.forward_batch import Advance, ForwardBatch, IndexQueries, States, arrays_of
+from sglcore_mlx.forward_batch import Advance, ForwardBatch, IndexQueries, States, arrays_of, part_of
 from sglcore_mlx.inputs import SingleRows, extend_values, parts_of
 from sglcore_mlx.models.contract import LayerShape, Model
-from sglcore_mlx.pool import DeviceState, PageTable, store
+from sglcore_mlx.pool import DeviceState, PageTable, Writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class DecodeForward:
     num_hidden: int = 0
     """Arrays of hidden states that follow the logits: 0, 1 (those after the last norm), or 2 (also
     those before it)."""
+    keeps_entries: bool = False
+    """`rows_to_verify` returns the KV entries of its tokens."""
 
     def __call__(
         self,
@@ -58,13 +61,21 @@ class DecodeForward:
         return self._outputs(batch)[: 1 + self.num_hidden], step.cells, step.states
 
     def rows_to_verify(
-        self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
-    ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
+        self,
+        fields: dict[str, mx.array],
+        page_table: mx.array,
+        cells: list[mx.array],
+        states: list[States],
+        moved: list[mx.array],
+    ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]], list[mx.array]]:
         """Like `rows`, with N tokens of each request; return logits followed by at least one array
-        of hidden states [B * N, H], the KV cache, and the inputs of each layer's recurrence,
-        [B, N, ...]. `advanced` makes the states of them, when the accepted tokens are known."""
-        batch, step = self._batch(fields, page_table, cells, states)
-        return self._outputs(batch), step.cells, step.inputs
+        of hidden states [B * N, H], the KV cache, the inputs of each layer's recurrence,
+        [B, N, ...], and with `keeps_entries` the KV entries of the tokens by layer. `advanced`
+        makes the states, when the accepted tokens are known. `moved` as in `Writes`."""
+        batch, step = self._batch(fields, page_table, cells, states, moved)
+        outputs = self._outputs(batch)
+        entries = [step.writes.entries[layer] for layer in range(len(cells))] if self.keeps_entries else []
+        return outputs, step.cells, step.inputs, entries
 
     def _outputs(self, batch: ForwardBatch) -> list[mx.array]:
         """Return logits, hidden states, and with `num_hidden` 2 those before the last norm."""
@@ -85,17 +96,23 @@ class DecodeForward:
         return self.model(batch), step.cells, step.states
 
     def _batch(
-        self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
+        self,
+        fields: dict[str, mx.array],
+        page_table: mx.array,
+        cells: list[mx.array],
+        states: list[States],
+        moved: Sequence[mx.array] = (),
     ) -> tuple[ForwardBatch, _Decoding]:
         """Return the inputs of the model, and what its layers read and replace."""
-        plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
-        step = _Decoding(
-            plan, page_table.shape[0], fields["out_cache_loc"], self.model.layers, list(cells), list(states)
-        )
-        rows = fields["seq_lens"].shape[0]
-        own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows}
-        own |= {"attend": step.attend, "store": step.store, "recur": step.recur}
-        return make_batch(self.batch_type, {**fields, **own}), step
+        rows, requests = fields["seq_lens"].shape[0], page_table.shape[0]
+        own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows, "page_table": page_table}
+        width = None if rows == requests else rows // requests
+        batch = make_batch(self.batch_type, {**fields, **own, "width": width})
+        given = Writes(fields["out_cache_loc"], moved), self.model.layers, list(cells), list(states)
+        step = _Decoding(self.attention.plan(batch), requests, *given)
+        batch.attend, batch.store, batch.recur = step.attend, step.store, step.recur
+        batch.blocks = BlockStep(step, step.layers, fields["out_cache_loc"], one_part(step.plan), step.inputs)
+        return batch, step
 
 
 @dataclass(slots=True)
@@ -106,8 +123,8 @@ class _Decoding:
     """The attention of its queries."""
     requests: int
     """B; each has the same number of tokens."""
-    out_cache_loc: mx.array
-    """int32 [T]: the KV slot of each token."""
+    writes: Writes
+    """What is written to the KV cache."""
     layers: Sequence[LayerShape]
     """The model's attention layers."""
     cells: list[mx.array]
@@ -131,7 +148,7 @@ class _Decoding:
         return _choosing(self.plan).forward_chosen(q, kv, layer, self.chosen)
 
     def store(self, layer_id: int, k: mx.array, v: mx.array | None) -> None:
-        self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
+        self.cells[layer_id] = self.writes.store(layer_id, self.cells[layer_id], k, v)
 
     def recur(self, layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
         assert layer_id == len(self.inputs), "layers with states run in the order of their ids"
@@ -174,7 +191,8 @@ def begin_extend(
     the layers. Builds the lazy graph only."""
     ids = resolve_ids(batch.input_ids, state.last)
     states = state.states.take(batch, batch.batch_size)
-    return extend_inputs(attention, layers, batch, table, state.cells, states, batch_type, input_ids=ids)
+    given = attention, layers, batch, table, state.cells, states, batch_type, state.take_moved()
+    return extend_inputs(*given, input_ids=ids)
 
 
 def extend_inputs(
@@ -185,23 +203,27 @@ def extend_inputs(
     cells: list[mx.array],
     states: list[States],
     batch_type: type[ForwardBatch] = ForwardBatch,
+    moved: Sequence[mx.array] = (),
     **given: mx.array,
 ) -> Extend:
     """Return the inputs of any batch for one call of a model with these layers, which writes keys
-    and values to `cells` and begins with `states`. `given`: values of fields, `input_ids` among
-    them. Builds the lazy graph only."""
+    and values, and `moved` as in `Writes`, to `cells` and begins with `states`. `given`: values of
+    fields, `input_ids` among them. Builds the lazy graph only."""
     reader = host_reader(batch_type, is_decode=False)
     values = extend_values(reader, batch, table)
+    own = {**given, "out_cache_loc": mx.array(values["out_cache_loc"])}
+    forward = make_batch(batch_type, {**values, **arrays_of(reader, values), **own})
     parts: list[_Singles | PromptPlan] = []
     rows: list[int] = []
     for part in parts_of(batch, table):
         is_prompt = isinstance(part, PromptRow)
-        parts.append(part.plan(layers) if is_prompt else _singles(part, attention, batch, table))
+        parts.append(part.plan(layers, forward) if is_prompt else _singles(part, attention, batch, table, forward))
         rows.append(1 if is_prompt else part.last - part.first)
-    own: dict[str, Any] = {**given, "out_cache_loc": mx.array(values["out_cache_loc"])}
-    step = _Extending(parts, rows, own["out_cache_loc"], layers, cells, list(states))
-    own |= {"attend": step.attend, "store": step.store, "recur": step.recur}
-    return Extend(batch, make_batch(batch_type, {**values, **arrays_of(reader, values), **own}), step)
+    step = _Extending(parts, rows, Writes(own["out_cache_loc"], moved), layers, cells, list(states))
+    forward.attend, forward.store, forward.recur = step.attend, step.store, step.recur
+    if has_blocks(layers):
+        forward.blocks = BlockStep(step, layers, own["out_cache_loc"], extend_parts(batch, table), [])
+    return Extend(batch, forward, step)
 
 
 def extend_forward(
@@ -228,8 +250,10 @@ def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBa
     """Return hidden states [T, H] of whole sequences, the tokens of each attend to each other only,
     without a KV cache. Builds the lazy graph only."""
     reader = host_reader(batch_type, is_decode=False)
-    values, attend = reader.read(batch), EncoderRows(batch.token_offsets, model.layers).attend
-    return model(make_batch(batch_type, {**values, **arrays_of(reader, values), "attend": attend}))
+    values = reader.read(batch)
+    forward = make_batch(batch_type, {**values, **arrays_of(reader, values)})
+    forward.attend = EncoderRows(forward, batch.token_offsets, model.layers).attend
+    return model(forward)
 
 
 def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
@@ -272,12 +296,12 @@ class _Singles:
         return _choosing(self.plan).forward_chosen(q[self.start : self.end], kv, layer, chosen)
 
 
-def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch, table: PageTable) -> _Singles:
+def _singles(
+    part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch, table: PageTable, forward: ForwardBatch
+) -> _Singles:
     rows = slice(part.first, part.last)
-    lens = batch.seq_lens[rows]
-    pages = -(-int(lens.max()) // table.page_size)
-    rows_of = DecodeRows(mx.array(table.rows[batch.slots[rows], :pages]), mx.array(lens))
-    return _Singles(part.start, part.end, attention.plan(rows_of))
+    pages = mx.array(table.rows[batch.slots[rows], : -(-int(batch.seq_lens[rows].max()) // table.page_size)])
+    return _Singles(part.start, part.end, attention.plan(part_of(forward, rows, slice(part.start, part.end), pages)))
 
 
 @dataclass(slots=True)
@@ -288,7 +312,7 @@ class _Extending:
 
     parts: Sequence[_Singles | PromptPlan]
     rows: Sequence[int]
-    out_cache_loc: mx.array
+    writes: Writes
     layers: Sequence[LayerShape]
     cells: list[mx.array]
     states: list[States]
@@ -307,7 +331,7 @@ class _Extending:
         return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)
 
     def store(self, layer_id: int, k: mx.array, v: mx.array | None) -> None:
-        self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
+        self.cells[layer_id] = self.writes.store(layer_id, self.cells[layer_id], k, v)
 
     def recur(self, layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
         before, first = self.states[layer_id], 0

@@ -41,10 +41,11 @@ class Hardware:
         return LinearParts.of_processor(self.streams) if self.kind == "cpu" else LinearParts(self.streams)
 
 
-def open_hardware(threads: int | None) -> Hardware:
+def open_hardware(threads: int | None, sharing: int = 1) -> Hardware:
     """Ask MLX which device it uses and return it; on the CPU, make its streams. Must run on the
     stream thread. `threads`: the requested number of threads on a CPU; None: automatic. On a GPU it
-    is ignored, with a ledger row."""
+    is ignored, with a ledger row. `sharing`: processes of this start that share the machine's
+    cores."""
     kind = mx.default_device().type.name
     if kind == "gpu" and mx.metal.is_available():
         kind = "metal"
@@ -56,6 +57,7 @@ def open_hardware(threads: int | None) -> Hardware:
         rows = (row,) if threads is None else (row, _unused_threads(threads))
         return Hardware(kind, (), True, "one graph for each size of a decode step", rows)
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
+    cores = max(cores // sharing, 1)
     used = min(threads or cores, PROCESSOR_STREAMS)
     asked = str(threads) if threads else "auto"
     reason = f"{cores} cores; at most {PROCESSOR_STREAMS} streams share the work"

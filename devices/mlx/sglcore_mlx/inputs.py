@@ -101,7 +101,7 @@ def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | Prompt
             prefix, count = int(batch.prefix_lens[row]), int(counts[row])
             positions = np.arange(prefix + count, dtype=np.int32)
             cells = table.cells(np.broadcast_to(batch.slots[row], positions.shape), positions)
-            parts.append(PromptRow(start, start + count, prefix, cells))
+            parts.append(PromptRow(row, start, start + count, prefix, cells))
             row += 1
             continue
         last = row + 1

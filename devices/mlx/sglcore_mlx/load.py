@@ -17,6 +17,7 @@ from sglcore.core.errors import CheckpointError, ConfigError
 from sglcore.models import layer_kinds as models
 from sglcore.models.architecture_registry import model_class
 from sglcore.models.layer_kinds import Architecture
+from sglcore_mlx.attention.blocks import block_states, keep_last
 from sglcore_mlx.forward_batch import Advance, ForwardBatch
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
@@ -39,8 +40,10 @@ class LoadedModel:
         self.config = architecture.config
         self.dtype = weights.dtype
         self.layers = architecture.attention_layers
-        self.states = tuple(layer.kept for layer in architecture.state_layers)
-        self.advances: tuple[Advance, ...] = tuple(layer.advance for layer in architecture.state_layers)
+        of_blocks = block_states(self.layers)
+        self.states = (*(layer.kept for layer in architecture.state_layers), *of_blocks)
+        own: list[Advance] = [layer.advance for layer in architecture.state_layers]
+        self.advances = (*own, *([keep_last] * len(of_blocks)))
         self.num_bytes = weights.num_bytes
         self.quantization = weights.forms
         self.logits = architecture.logits
@@ -79,15 +82,16 @@ def load_model(
     architectures: Mapping[str, str] = EMPTY,
     check: Callable[[Architecture], None] = lambda model: None,
     given: Mapping[str, Any] = EMPTY,
+    make: Callable[..., Build] = Build,
 ) -> LoadedModel:
     """Load the model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits
     until every weight is read.
 
     `progress` is called with the bytes of weights read so far and of all; `architectures` adds to
     the registry; `check` is called with the model before weights are read; `given`: layers of
-    another model that replace this model's own, by name. Peak memory is that of
-    the weights plus the largest one. Raises `CheckpointError` for files that are missing, damaged,
-    or of another model, `ConfigError` for an unsupported model or quantisation.
+    another model that replace this model's own, by name; `make` makes the `Build`. Peak memory is
+    that of the weights plus the largest one. Raises `CheckpointError` for files that are missing,
+    damaged, or of another model, `ConfigError` for an unsupported model or quantisation.
     """
     model_type = model_class(config.architecture, architectures)
     own_name = model_type.naming(config)
@@ -96,7 +100,7 @@ def load_model(
     weights = Weights(entries, arrays, dtype, quantization)
     arrays.clear()  # a second reference would keep a tensor in memory after it is read
     # `Build` refuses unsupported kinds of layers by name when a model asks for them.
-    model = model_type(cast("models.Build", Build(config, weights, parts, max_positions, given=given)))
+    model = model_type(cast("models.Build", make(config, weights, parts, max_positions, given=given)))
     if config.is_encoder and model.state_layers:
         raise ConfigError(
             f"{config.architecture} keeps recurrent states, and an embedding runs without them",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -11,6 +12,8 @@ from sglcore.device.control_group import memory_limits
 from sglcore.device.system import System, host_system
 from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_mlx import sysctl
+from sglcore_mlx.parallel.ranks import Ranks
+from sglcore_mlx.thread import StreamThread
 
 OWN_SHARE = 0.8
 """The share of a GPU's own memory for the KV cache; the rest is for activations, which the
@@ -21,15 +24,25 @@ PROCESSOR_SHARE = 0.5
 """The share of the CPU's memory, which other programs use too."""
 
 
-def device_memory(model: object, draft: object) -> MemoryBudget:
+def device_memory(model: object, draft: object, ranks: Ranks | None, stream_thread: StreamThread) -> MemoryBudget:
     """Bring-up step: return the memory budget for the KV cache after the weights are loaded, those
-    of the draft model too. Weights that were not evaluated do not count. The parameters are not
-    read: they make the step run after loading.
+    of the draft model too. Weights that were not evaluated do not count. `model` and `draft` are
+    not read: they make the step run after loading. Ranks of one machine divide its memory, and all
+    ranks have the budget of the one with the least.
 
     First releases memory that MLX caches for later arrays, so that it counts as free.
     """
     mx.clear_cache()
-    return budget(mx.device_info(), mx.get_active_memory(), host_system())
+    own = budget(mx.device_info(), mx.get_active_memory(), host_system())
+    if ranks is None:
+        return own
+    available = stream_thread.call(ranks.least, own.available // ranks.neighbours)
+    return replace(
+        own,
+        total=own.total // ranks.neighbours,
+        available=available,
+        evidence=f"{own.evidence}, for {ranks.neighbours} ranks here",
+    )
 
 
 def budget(info: Mapping[str, str | int], active: int, system: System) -> MemoryBudget:

@@ -36,8 +36,37 @@ def store(cells: mx.array, out_cache_loc: mx.array, k: mx.array, v: mx.array | N
     """Return `cells` [KV slots, *entry] with k and v [T, kv_heads, D] at KV slots `out_cache_loc`
     int32 [T]; the array passed in may be overwritten, and must not be used again. `v` None: keys
     only, as `entry_of`."""
-    cells[out_cache_loc] = entry_of(k, v).astype(cells.dtype)
+    return write(cells, out_cache_loc, entry_of(k, v))
+
+
+def write(cells: mx.array, places: mx.array, entries: mx.array) -> mx.array:
+    """As `store`, with entries [T, *entry] at KV slots `places` int32 [T]."""
+    cells[places] = entries.astype(cells.dtype)
     return cells
+
+
+class Writes:
+    """The one write of a step to the KV cache of each layer: its own entries at KV slots
+    `out_cache_loc` int32 [T], and those that the step before has left (`moved`: KV slots int32 [M],
+    then by layer the entries [M, *entry]; empty: none).
+
+    A step can not move entries after its attention: a second write would copy the cache, as MLX
+    writes in place only what nothing queued reads. `entries`: the step's own, by layer.
+    """
+
+    def __init__(self, out_cache_loc: mx.array, moved: Sequence[mx.array] = ()) -> None:
+        self.entries: dict[int, mx.array] = {}
+        self._moved, self._places = moved[1:], out_cache_loc
+        if moved:
+            # A KV slot may belong to another request since; its own entry counts.
+            is_free = mx.all(moved[0][:, None] != out_cache_loc[None], axis=1)
+            self._places = mx.concatenate([out_cache_loc, mx.where(is_free, moved[0], 0)])
+
+    def store(self, layer_id: int, cells: mx.array, k: mx.array, v: mx.array | None) -> mx.array:
+        """As `store`, for a layer's `cells`."""
+        own = self.entries[layer_id] = entry_of(k, v)
+        entries = mx.concatenate([own, self._moved[layer_id].astype(own.dtype)]) if self._moved else own
+        return write(cells, self._places, entries)
 
 
 def entry_of(k: mx.array, v: mx.array | None) -> mx.array:
@@ -75,7 +104,7 @@ class DeviceState:
     the recurrent states; `last` int32 [slots + 1]: the last sampled token of each request slot;
     `history` int32 [slots + 1, context + 1]: all tokens, made when sampling first needs them;
     `drafts`: draft tokens, with speculation; `draft_cells`: the KV cache of each layer of the draft
-    model, in the pages of `cells`."""
+    model, in the pages of `cells`; `moved`: entries that the next step writes, as in `Writes`."""
 
     cells: list[mx.array]
     states: StatePool
@@ -83,6 +112,12 @@ class DeviceState:
     history: mx.array | None = None
     drafts: Drafts | None = None
     draft_cells: list[mx.array] = field(default_factory=list)
+    moved: list[mx.array] = field(default_factory=list)
+
+    def take_moved(self) -> list[mx.array]:
+        """Return `moved`, and forget it: the caller writes it."""
+        moved, self.moved = self.moved, []
+        return moved
 
     @property
     def made_history(self) -> mx.array:
@@ -93,5 +128,5 @@ class DeviceState:
     def arrays(self) -> list[mx.array]:
         """Return all arrays of the state as a list, so that one call evaluates them."""
         history = () if self.history is None else (self.history,)
-        drafts = () if self.drafts is None else (self.drafts.lengths, self.drafts.proposals)
-        return [*self.cells, *self.draft_cells, *self.states.arrays(), self.last, *history, *drafts]
+        drafts = () if self.drafts is None else self.drafts.arrays()
+        return [*self.cells, *self.draft_cells, *self.moved, *self.states.arrays(), self.last, *history, *drafts]

@@ -17,7 +17,7 @@ from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.sampling.sampler import Sampler
-from sglcore_mlx.sampling.state import ROW_FIELDS, place_state
+from sglcore_mlx.sampling.state import ROW_FIELDS, SamplingState, place_state
 
 Arrays = Mapping[str, mx.array]
 
@@ -78,10 +78,35 @@ class SampleStep:
         """Sample a token for each of the logits [N, V], as token number `positions` int32 [N] of
         its request, and return them, lazy. The history must hold all earlier tokens. Unlike `run`
         it stores no token. Builds the lazy graph only."""
+        history = self._verified_history(batch, rows, inputs, arrived, state)
+        return self._draw(logits, positions, arrived, history)
+
+    def state_of_rows(
+        self,
+        batch: ScheduleBatch,
+        rows: RowPlan,
+        inputs: SamplingInputs,
+        arrived: Arrays,
+        state: DeviceState,
+        positions: mx.array,
+    ) -> SamplingState:
+        """Return the state of the sampling of `verify`, with the same parameters. Builds the lazy
+        graph only."""
+        return self._state(positions, arrived, self._verified_history(batch, rows, inputs, arrived, state))
+
+    def _verified_history(
+        self, batch: ScheduleBatch, rows: RowPlan, inputs: SamplingInputs, arrived: Arrays, state: DeviceState
+    ) -> mx.array | None:
+        """Take over the inputs of a sampling, and return the history that its penalties count;
+        None: it has none."""
         host, parts = self._take(inputs, arrived)
         longest = host.longest(batch, rows) if host.needs.any_penalty else 0
-        history = state.made_history[parts["slots"], :longest] if longest else None
-        return self._draw(logits, positions, arrived, history)
+        return state.made_history[parts["slots"], :longest] if longest else None
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler of the model's vocabulary."""
+        return self._sampler
 
     def is_steady(self, number: int) -> bool:
         """Return whether the last sampling had the composition `number` and does not depend on
@@ -92,14 +117,45 @@ class SampleStep:
         """Return `draw(logits [B, V], positions int32[B]) -> int32[B]` for the B requests of the
         last sampling, which had `width` rows of each. It uses their temperature, cut-offs and
         noise, without penalties, biases, XTC and masks. Queues only."""
+        state_at = self.state_of_requests(width)
+
+        def draw(logits: mx.array, positions: mx.array) -> mx.array:
+            return self._sampler.sample(logits, state_at(positions)).token_ids
+
+        return draw
+
+    def ranking(self, width: int) -> Callable[[mx.array, mx.array, int], tuple[mx.array, mx.array]]:
+        """Return `rank(logits [B * b, V], positions int32[B], count)`: the result of
+        `Sampler.leaders` for b rows of each request, int32 and float32 [B * b, count], with the
+        sampling of `drafting`. Queues only."""
+        state_at = self.state_of_requests(width)
+
+        def rank(logits: mx.array, positions: mx.array, count: int) -> tuple[mx.array, mx.array]:
+            each = logits.shape[0] // max(positions.shape[0], 1)
+            return self._sampler.leaders(logits, state_at(positions, each), count)
+
+        return rank
+
+    def state_of_requests(self, width: int) -> Callable[..., SamplingState]:
+        """Return `state_at(positions int32[B], each=1)`: the sampling state of the last sampling,
+        which had `width` rows of each request, with `each` rows, at these positions; without
+        penalties, biases, XTC and masks."""
         host, parts = self._known
         needs = replace(host.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
         own = {name: parts[name][::width] for name in ROW_FIELDS if name in parts}
 
-        def draw(logits: mx.array, positions: mx.array) -> mx.array:
-            return self._sampler.sample(logits, place_state(needs, positions, own)).token_ids
+        def state_at(positions: mx.array, each: int = 1) -> SamplingState:
+            if each == 1:
+                return place_state(needs, positions, own)
+            rows = {name: mx.repeat(part, each, axis=0) for name, part in own.items()}
+            return place_state(needs, mx.repeat(positions, each), rows)
 
-        return draw
+        return state_at
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether the last sampling used penalties, which depend on the text so far."""
+        return self._known[0].needs.any_penalty
 
     def make_history(self, state: DeviceState) -> None:
         """Allocate the history in `state` (zeros) if it is not there, even if sampling does not
@@ -114,9 +170,12 @@ class SampleStep:
     def _draw(
         self, logits: mx.array, positions: mx.array, arrived: Arrays, history: mx.array | None
     ) -> SampledTokens[mx.array]:
+        return self._sampler.sample(logits, self._state(positions, arrived, history))
+
+    def _state(self, positions: mx.array, arrived: Arrays, history: mx.array | None) -> SamplingState:
         host, parts = self._known
         placed = place_state(host.needs, positions, parts, history=history, masks=_masks(arrived))
-        return self._sampler.sample(logits, replace(placed, changes=place_changes(arrived)))
+        return replace(placed, changes=place_changes(arrived))
 
     def _history(self, state: DeviceState) -> mx.array:
         if state.history is None:

@@ -30,6 +30,7 @@ class Case:
     seed: int = 0
     softcap: float | None = None
     has_sinks: bool = False
+    has_visible: bool = False
 
     @property
     def width(self) -> int:
@@ -41,10 +42,25 @@ class Case:
         """The softmax scale, 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
-    def visible(self, row: int) -> np.ndarray:
-        """Return the positions to which a row attends."""
+    def read(self, row: int) -> np.ndarray:
+        """Return the positions that a row may read."""
         length = self.lengths[row]
         return np.arange(max(0, length - (self.window or length)), length)
+
+    @property
+    def words(self) -> np.ndarray:
+        """Random words int32 [B], as `ForwardInputs.visible`: a row always sees itself."""
+        rng = np.random.default_rng([self.seed, 2])
+        drawn = rng.integers(0, 2**31, len(self.lengths)) & rng.integers(0, 2**31, len(self.lengths))
+        return (drawn - 2**31).astype(np.int32)
+
+    def visible(self, row: int) -> np.ndarray:
+        """Return the positions to which a row attends."""
+        places = self.read(row)
+        if not self.has_visible:
+            return places
+        before, word = self.lengths[row] - 1 - places, int(self.words[row]) % 2**32
+        return places[[each > 31 or bool(word >> (31 - int(each)) & 1) for each in before]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,7 @@ class Inputs:
     page_table: mx.array
     seq_lens: mx.array
     sinks: mx.array | None = None
+    visible: mx.array | None = None
 
     @property
     def all(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -83,6 +100,7 @@ def drawn(seed: int) -> Case:
         seed=seed,
         softcap=None if rng.random() < 0.5 else float(rng.choice([0.7, 50.0])),
         has_sinks=bool(rng.random() < 0.5),
+        has_visible=bool(seed % 2),
     )
 
 
@@ -95,7 +113,12 @@ def one_row(inputs: Inputs, row: int, width: int) -> Inputs:
     """Return one row of a call as a batch of one, with a page table of `width` columns."""
     at = slice(row, row + 1)
     return Inputs(
-        inputs.q[at], inputs.kv, mx.contiguous(inputs.page_table[at, :width]), inputs.seq_lens[at], inputs.sinks
+        inputs.q[at],
+        inputs.kv,
+        mx.contiguous(inputs.page_table[at, :width]),
+        inputs.seq_lens[at],
+        inputs.sinks,
+        None if inputs.visible is None else inputs.visible[at],
     )
 
 
@@ -108,7 +131,7 @@ def made(case: Case) -> Inputs:
     kv = np.full(((rows * width + 1) * size, 2, case.kv_heads, case.head_dim), np.nan, np.float32)
     table = np.full((rows, width), NO_PAGE, np.int32)
     for row in range(rows):
-        positions = case.visible(row)
+        positions = case.read(row)
         table[row, positions // size] = pages[row, positions // size]
         cells = pages[row, positions // size] * size + positions % size
         kv[cells] = rng.standard_normal((len(cells), *kv.shape[1:]))
@@ -119,6 +142,7 @@ def made(case: Case) -> Inputs:
         mx.array(table),
         mx.array(np.array(case.lengths, np.int32)),
         mx.array(rng.standard_normal(case.heads).astype(np.float32)).astype(case.dtype) if case.has_sinks else None,
+        mx.array(case.words) if case.has_visible else None,
     )
 
 

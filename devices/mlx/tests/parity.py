@@ -16,6 +16,7 @@ from sglcore.config.engine_config import resolve_config
 from sglcore.conformance.inputs.prompts import VOCAB
 from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.conformance.session import Drive, Result, Session, open_session
+from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.start import start
 from sglcore.worker.model_worker import ModelWorker
 
@@ -121,9 +122,9 @@ class TokenEngine:
     """A device started on a checkpoint, without a tokenizer. Also a context manager; `close` frees
     the device."""
 
-    def __init__(self, folder: Path, device: str = "mlx", **settings: Any) -> None:
+    def __init__(self, folder: Path, device: str = "mlx", ranks: RankOptions | None = None, **settings: Any) -> None:
         config = resolve_config({**DEFAULTS, **settings, "device": device, "model": str(folder)}, {})
-        self.started = start(config)
+        self.started = start(config, ranks=ranks)
         self.worker: ModelWorker = self.started.worker
         self.recorder = RecordingWorker(self.worker)
 

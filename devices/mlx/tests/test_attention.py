@@ -12,13 +12,14 @@ import pytest
 
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger
-from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention, DecodeRows
+from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention
 from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.gathered import GatheredAttention
 from sglcore_mlx.attention.processor import ProcessorAttention
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.attention.select import refusal, select_attention
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import LayerShape
 from sglcore_mlx.pool import store
 
@@ -31,6 +32,14 @@ EXTRAS = ({}, {"softcap": 0.7}, {"sinks": SINKS}, {"softcap": 0.7, "sinks": SINK
 
 def shape(window: int | None = None, heads: int = 6, kv_heads: int = 2, dim: int = 8, **extra: Any) -> LayerShape:
     return LayerShape(heads, kv_heads, dim, window, dim**-0.5, **extra)
+
+
+def batch_of(table: Any, lens: Any) -> ForwardBatch:
+    """Return the batch of queries with these lengths int32[B * N], of B requests with a table [B,
+    n]."""
+    pages, ends = mx.array(np.array(table, np.int32)), mx.array(np.array(lens, np.int32).reshape(-1))
+    width = None if ends.shape[0] == pages.shape[0] else ends.shape[0] // pages.shape[0]
+    return ForwardBatch(batch_size=ends.shape[0], seq_lens=ends, width=width, page_table=pages)
 
 
 def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerShape, places: np.ndarray) -> np.ndarray:
@@ -84,7 +93,7 @@ def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(
     paged = Paged(rng, lens, layer)
     q = rng.standard_normal((len(lens), 6, 8), np.float32)
     streams = (mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)) if len(lens) > 2 else ()
-    plan = kind([layer], SIZE, streams).plan(DecodeRows(mx.array(paged.table), mx.array(np.array(lens, np.int32))))
+    plan = kind([layer], SIZE, streams).plan(batch_of(paged.table, lens))
     found = np.array(plan.forward(mx.array(q), paged.kv, layer))
     for row, length in enumerate(lens):
         wanted = by_hand(q[row : row + 1], paged.keys[row], paged.values[row], layer, np.array([length - 1]))
@@ -103,7 +112,7 @@ def test_each_of_several_rows_of_a_request_sees_its_cells_up_to_its_own_length(
     ends = np.array(lens, np.int32)
     q = rng.standard_normal((ends.size, 6, 8), np.float32)
     streams = (mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)) if len(lens) > 2 else ()
-    plan = kind([layer], SIZE, streams).plan(DecodeRows(mx.array(paged.table), mx.array(ends.reshape(-1))))
+    plan = kind([layer], SIZE, streams).plan(batch_of(paged.table, ends))
     found = np.array(plan.forward(mx.array(q), paged.kv, layer)).reshape(*ends.shape, 6, 8)
     for row, own in enumerate(ends):
         queries = q.reshape(*ends.shape, 6, 8)[row]
@@ -112,8 +121,8 @@ def test_each_of_several_rows_of_a_request_sees_its_cells_up_to_its_own_length(
 
 
 def test_rows_of_a_request_have_its_page_table_each() -> None:
-    rows = DecodeRows(mx.array([[3, 7], [5, 1]]), mx.array([6, 7, 2, 3]))
-    assert (rows.width, rows.own_pages.tolist()) == (2, [[3, 7], [3, 7], [5, 1], [5, 1]])
+    rows = batch_of([[3, 7], [5, 1]], [6, 7, 2, 3])
+    assert (rows.width, rows.pages_of_rows.tolist()) == (2, [[3, 7], [3, 7], [5, 1], [5, 1]])
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
@@ -126,7 +135,7 @@ def test_a_row_of_several_queries_sees_its_prefix_and_itself(
     paged = Paged(rng, [prefix + count], layer)
     q = rng.standard_normal((count + 2, 6, 8), np.float32)
     k, v = (mx.array(np.pad(x[0][prefix:], ((2, 0), (0, 0), (0, 0)))) for x in (paged.keys, paged.values))
-    row = PromptRow(2, 2 + count, prefix, paged.cells_of[0]).plan([layer])
+    row = PromptRow(0, 2, 2 + count, prefix, paged.cells_of[0]).plan([layer], ForwardBatch())
     found = np.array(row.forward(mx.array(q), k, v, paged.kv, layer))
     wanted = by_hand(q[2:], paged.keys[0], paged.values[0], layer, np.arange(prefix, prefix + count))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
@@ -149,7 +158,7 @@ def test_every_token_of_an_encoder_sees_its_own_row_and_no_other() -> None:
     rng, layer = np.random.default_rng(3), shape(heads=4, kv_heads=4, causal=False)
     offsets = np.array([0, 5, 6, 9], np.int32)
     q, k, v = (rng.standard_normal((9, 4, 8), np.float32) for _ in range(3))
-    found = np.array(EncoderRows(offsets, (layer,)).attend(0, mx.array(q), mx.array(k), mx.array(v)))
+    found = np.array(EncoderRows(ForwardBatch(), offsets, (layer,)).attend(0, mx.array(q), mx.array(k), mx.array(v)))
     for start, end in pairwise(offsets.tolist()):
         last = np.full(end - start, end - start - 1)
         np.testing.assert_allclose(

@@ -28,7 +28,7 @@ if find_spec("torch") is not None:
     import torch
 
     from tests.checkpoints import llama, qwen2, qwen3, qwen3_next, save
-    from tests.drafts import AUX_IDS, TARGET, dflash, eagle, eagle3, next_token, next_tokens, with_config
+    from tests.drafts import AUX_IDS, TARGET, dflash, eagle, eagle3, next_token, with_config
     from tests.latent import deepseek_v3, deepseek_v32
 
 TOKENS = 3
@@ -211,12 +211,6 @@ def test_a_draft_with_an_indexer_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, "mtp")
 
 
-def test_of_several_mtp_layers_the_first_drafts_all_tokens(tmp_path: Path) -> None:
-    target = llama(**TARGET)
-    dense = next_tokens(target, tmp_path, llama, 3).heads[0]
-    assert run(tmp_path, "mtp", dense, target) < TOLERANCE
-
-
 def test_an_eagle_3_draft_with_the_targets_head_and_normed_output_is_read_too(tmp_path: Path) -> None:
     target = llama(**TARGET)
     folder = save(target, tmp_path)
@@ -255,8 +249,8 @@ def forgets_its_tail(patch: pytest.MonkeyPatch, draft: Path) -> None:
     """A draft token does not see the draft tokens before it."""
     own = drafters.ModelDrafter.step
 
-    def alone(self: Any, ids: Any, features: Any, lens: Any, cells: Any, tails: list[mx.array]) -> Any:
-        logits, hidden, made = own(self, ids, features, lens, cells, tails)
+    def alone(self: Any, *given: Any) -> Any:
+        logits, hidden, made = own(self, *given)
         return logits, hidden, [each * 0 for each in made]
 
     patch.setattr(drafters.ModelDrafter, "step", alone)
@@ -267,7 +261,7 @@ def sees_one_entry_more(patch: pytest.MonkeyPatch, draft: Path) -> None:
     own = drafters.ChainDrafter.propose
 
     def longer(self: Any, pages: Any, begun: Begun, root: Roots, *rest: Any) -> mx.array:
-        return own(self, pages, Begun(begun.hidden, begun.lens + 1), root, *rest)
+        return own(self, pages, replace(begun, lens=begun.lens + 1), root, *rest)
 
     patch.setattr(drafters.ChainDrafter, "propose", longer)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglcore_mlx import package
-from sglcore_mlx.speculative.choice import GAPS, RULE_GAPS, TREE_GAP
+from sglcore_mlx.speculative.choice import GAPS
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -36,10 +36,9 @@ def test_every_law_that_lacks_a_capability_has_a_row_and_every_row_a_law() -> No
 
 def test_what_speculation_refuses_by_name_is_a_row_too() -> None:
     rows = {row.feature for row in read_missing(FOLDER)}
-    refused = {f"speculative {kind}" for kind in GAPS} | {f"speculative_verify {rule}" for rule in RULE_GAPS}
-    assert {name for name in rows if name.startswith("speculative")} == refused
-    assert "draft trees" in rows and bool(TREE_GAP)
-    assert package.communication is None and "several ranks" in rows
+    assert {name for name in rows if name.startswith("speculative")} == {f"speculative {kind}" for kind in GAPS}
+    assert {name for name in rows if name.startswith("draft trees")} == {"draft trees on windows, states and indexers"}
+    assert package.communication is not None and {"ranks on several hosts", "dp and ep"} <= rows
 
 
 def test_without_one_of_its_rows_a_skipped_law_is_an_error() -> None:

@@ -98,8 +98,9 @@ def test_accepted_draft_tokens_on_recurrent_states_have_states(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("graph", ["off", "compiled"])
+@pytest.mark.parametrize("width", [1, 2], ids=["chains", "trees"])
 @pytest.mark.parametrize("kind", ["eagle3", "standalone"])
-def test_a_draft_model_changes_no_states(kind: str, graph: str, tmp_path: Path) -> None:
+def test_a_draft_model_changes_no_states(kind: str, width: int, graph: str, tmp_path: Path) -> None:
     from tests.checkpoints import llama, save
     from tests.drafts import TARGET, eagle3
 
@@ -108,7 +109,7 @@ def test_a_draft_model_changes_no_states(kind: str, graph: str, tmp_path: Path) 
     if kind == "eagle3":
         eagle3(model, folder / "draft")
     given = str(folder / "draft") if kind == "eagle3" else str(folder)
-    settings = {"speculative": kind, "draft_model": given, "draft_tokens": 3, "graph": graph}
+    settings = {"speculative": kind, "draft_model": given, "draft_tokens": 3, "draft_width": width, "graph": graph}
     session = check((folder, model), make_kinds(5, repeats=2), settings, chunk=7, overlap=True)
     proposed = sum(cell[2] * count for cell, count in session.scheduler.drafts.items())
     accepted = sum(cell[3] * count for cell, count in session.scheduler.drafts.items())

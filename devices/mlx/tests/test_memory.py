@@ -17,6 +17,7 @@ from sglcore_mlx.memory import (
     device_memory,
     total_memory,
 )
+from sglcore_mlx.thread import StreamThread
 from tests.device.machines import Files, machine
 
 GIB = 1 << 30
@@ -97,7 +98,9 @@ def test_the_step_measures_this_machine_and_gives_back_what_mlx_kept_for_later()
     weights = mx.zeros(1 << 20)
     mx.eval(weights)
     del weights
-    found = device_memory(None, None)
+    thread = StreamThread()
+    found = device_memory(None, None, None, thread)
+    thread.close()
     assert mx.get_cache_memory() == 0
     assert 0 < found.available <= found.total <= total_memory(System()) + (1 << 20)
     assert "GiB" in found.evidence or "MiB" in found.evidence

@@ -19,6 +19,7 @@ WINDOW = replace(SHORT, window=33)
 LONG = Case(lengths=(PART + 9, 5, PART + 40), heads=2, kv_heads=1)
 STRONG = replace(SHORT, strength=60.0)
 EXTRAS = replace(LONG, softcap=0.7, has_sinks=True)
+BRANCHES = replace(LONG, has_visible=True)
 NEAREST = "metal::clamp(block + t, begin, end - 1) - block"
 FLAG = "mem_flags::mem_threadgroup"
 BARRIER = f"metal::threadgroup_barrier(metal::{FLAG});\n"
@@ -85,6 +86,10 @@ DEFECTS = (
     ("parts added without their weights", Defect("weight * part_values", "part_values", LONG)),
     ("parts' sums added without their weights", Defect("weight * part_sums", "part_sums", LONG)),
     ("the softcap is forgotten", Defect("if (HAS_SOFTCAP)", "if (false)", EXTRAS)),
+    ("the words are forgotten", Defect("if (HAS_VISIBLE)", "if (false)", BRANCHES)),
+    ("words of the first row for all", Defect("visible[row]", "visible[0]", BRANCHES)),
+    ("words that begin one position before", Defect("length - 1 - block - t", "length - block - t", BRANCHES)),
+    ("nothing before a word is seen", Defect("before > 31 ||", "before <= 31 &&", BRANCHES)),
     ("sinks in every part", Defect(" && part == 0", "", EXTRAS)),
     ("sinks of the first heads for all", Defect("sinks[first_head + j]", "sinks[j]", replace(SHORT, has_sinks=True))),
 )
@@ -106,6 +111,7 @@ def run(defect: Defect, host: Host) -> None:
         window=case.window,
         softcap=case.softcap,
         sinks=inputs.sinks,
+        visible=inputs.visible,
         launcher=host.launch,
     )
     assert_right(case, inputs, got)
@@ -120,7 +126,9 @@ def test_a_planted_defect_is_caught(defect: Defect, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [SHORT, WINDOW, LONG, STRONG, EXTRAS], ids=["short", "window", "long", "strong", "extras"]
+    "case",
+    [SHORT, WINDOW, LONG, STRONG, EXTRAS, BRANCHES],
+    ids=["short", "window", "long", "strong", "extras", "branches"],
 )
 def test_without_a_defect_their_cases_pass(case: Case, folder: Path) -> None:
     run(Defect("", "", case), Host(folder))

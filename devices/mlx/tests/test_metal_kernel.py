@@ -34,6 +34,7 @@ def run(case: Case, inputs: Inputs, host: Host) -> mx.array:
         window=case.window,
         softcap=case.softcap,
         sinks=inputs.sinks,
+        visible=inputs.visible,
         launcher=host.launch,
     )
 
@@ -77,6 +78,12 @@ def test_a_row_gives_the_same_bits_whatever_stands_beside_it(folder: Path) -> No
         for row, length in enumerate(case.lengths):
             alone = one_row(inputs, row, -(-length // case.page_size))
             assert np.array_equal(np.array(run(case, alone, Host(folder, seed=row + 1)))[0], together[row]), (case, row)
+
+
+@pytest.mark.parametrize("length", [3, 37, PART + 5, 2 * PART + 31])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_row_sees_only_the_last_positions_that_its_word_names(length: int, window: int | None, folder: Path) -> None:
+    check(Case(lengths=(length, 1, length + 9), window=window, has_visible=True, seed=length), Host(folder))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -55,7 +55,7 @@ def both(of: Shape) -> list[Generated]:
     """Return the source that MLX generates for all launches of a call."""
     walk, combine = walk_launch(of), combine_launch(of)
     partial = [mx.zeros(size, dtype) for size, dtype in zip(walk.output_shapes, walk.output_dtypes, strict=True)]
-    made = [generated(walk, (*arrays(of), 1.0, 50.0, mx.zeros((of.heads,))))]
+    made = [generated(walk, (*arrays(of), 1.0, 50.0, mx.zeros((of.heads,)), mx.ones((of.rows,), mx.int32)))]
     return made if of.parts == 1 else [*made, generated(combine, (*partial, arrays(of)[3]))]
 
 

@@ -203,25 +203,6 @@ def test_a_published_sentence_encoder_has_the_embeddings_of_transformers() -> No
         np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "kind"),
-    [
-        ("deepseek_v4", "DeepseekV4ForCausalLM", "compressed_attention"),
-    ],
-)
-def test_a_model_whose_layers_keep_rows_of_their_own_is_refused_by_the_kind_that_is_missing(
-    tmp_path: Path, name: str, architecture: str, kind: str
-) -> None:
-    from tests import checkpoints, deepseek_v4, latent
-
-    make = getattr(deepseek_v4 if name == "deepseek_v4" else latent, name)
-    checkpoints.save(make(), tmp_path)
-    with pytest.raises(
-        ConfigError, match=f"{architecture} needs a layer of kind '{kind}', which MLX's layers do not have; .*"
-    ):
-        load(tmp_path)
-
-
 def test_an_activation_that_is_not_known_is_an_error(tmp_path: Path) -> None:
     from tests import checkpoints
 

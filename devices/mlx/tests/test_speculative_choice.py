@@ -16,20 +16,32 @@ from sglcore.config.settings import settings_of
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.engine.start import embedded_model
-from sglcore_mlx.speculative.choice import COUPLED, GAPS, NGRAM, RULE_GAPS, SERVED, SUFFIX, choose_speculation
+from sglcore.step.tree_shapes import TreeShape
+from sglcore_mlx.speculative.choice import GAPS, NGRAM, RULES, SERVED, SUFFIX, choose_speculation
 
 
 def chosen(folder: Path | None = None, **settings: Any) -> tuple[Any, Row]:
     ledger = DecisionLedger()
     found = choose_speculation(EngineConfig(**settings), folder or embedded_model(), ledger)
-    (row,) = ledger.rows
+    (row,) = (row for row in ledger.rows if row.topic == "speculative")
     return found, row
+
+
+def test_each_of_several_mtp_layers_drafts_one_token() -> None:
+    ledger = DecisionLedger()
+    config = EngineConfig(draft_model="mtp-layers", draft_tokens=3)
+    found = choose_speculation(config, embedded_model(), ledger)
+    assert found is not None and found.lengths == (3,)
+    (row,) = (row for row in ledger.rows if row.topic == "draft tokens")
+    assert (row.effective, row.reason) == ("3", "each of the draft's 3 layers drafts one token per step")
+    with pytest.raises(ConfigError, match="has 4 layers that predict one token each"):
+        chosen(draft_model="mtp-layers", draft_tokens=5)
 
 
 def test_every_kind_and_rule_of_the_core_is_served_or_a_gap_with_its_reason() -> None:
     assert set(settings_of(EngineConfig)["speculative"].choices) == {"auto", "off", *SERVED, *GAPS}
-    assert set(settings_of(EngineConfig)["speculative_verify"].choices) == {COUPLED, *RULE_GAPS}
-    assert not set(SERVED) & set(GAPS) and all(GAPS.values()) and all(RULE_GAPS.values())
+    assert set(settings_of(EngineConfig)["speculative_verify"].choices) == set(RULES)
+    assert not set(SERVED) & set(GAPS) and all(GAPS.values())
 
 
 @pytest.mark.parametrize("kind", (NGRAM, SUFFIX, "eagle3", "mtp"))
@@ -96,23 +108,41 @@ def test_a_gap_is_refused_by_its_name(kind: str) -> None:
         chosen(speculative=kind)
 
 
-@pytest.mark.parametrize("rule", RULE_GAPS)
-def test_a_rule_that_is_a_gap_is_refused_by_its_name(rule: str) -> None:
-    with pytest.raises(ConfigError, match=f"speculative_verify is '{rule}', but {RULE_GAPS[rule]}; wanted coupled"):
-        chosen(speculative="ngram", speculative_verify=rule)
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_under_another_rule_the_number_of_draft_tokens_is_fixed(rule: str) -> None:
+    found, row = chosen(speculative="eagle3", speculative_verify=rule)
+    assert (found.rule, found.lengths) == (rule, (4,))
+    assert row.reason == f"requested; with {rule}, the distribution of texts is the same, not each token"
+    assert found.laws_bytes(3, 100) == 4 * 3 * 4 * 100
+    assert chosen(speculative="ngram", speculative_verify=rule)[0].laws_bytes(3, 100) == 0
+    with pytest.raises(ConfigError, match=f"the rule is '{rule}', and these accept only chains"):
+        chosen(speculative="eagle3", speculative_verify=rule, draft_width=2)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_tree_is_a_row_of_the_ledger_and_has_one_number_of_tokens(kind: str) -> None:
+    found, row = chosen(speculative=kind, draft_width=3, draft_tokens=8)
+    assert (found.tree, found.lengths) == (TreeShape(3, 5, 9), (8,))
+    assert row.effective == f"{kind}, trees of 8 tokens a step, 3 beams 5 deep"
+
+
+def test_a_tree_is_refused_for_a_model_that_can_not_mask_branches(tmp_path: Path) -> None:
+    hybrid = write_tiny(tmp_path / "hybrid", hybrid=True)
+    draft = write_tiny(tmp_path / "draft")
+    with pytest.raises(ConfigError, match="draft_width is 2, but this model has a state of each request"):
+        bring_up(hybrid, speculative="standalone", draft_model=str(draft), draft_width=2)
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
         ({"speculative": "ngram", "draft_model": "somewhere"}, "a draft model is given, but speculative is 'ngram'"),
+        ({"speculative": "ngram", "draft_width": 2}, "draft_width is 2, and drafts of 'ngram' are chains"),
+        ({"speculative": "ngram", "draft_depth": 3}, "draft_depth applies to trees, and draft_width is 1"),
+        ({"draft_width": 2}, "draft_width is 2, and speculative is 'not asked', which drafts no tokens"),
         (
-            {"speculative": "ngram", "draft_width": 2},
-            "draft_width is 2 and draft_depth None, but this device verifies one",
-        ),
-        (
-            {"speculative": "ngram", "draft_depth": 3},
-            "draft_width is 1 and draft_depth 3, but this device verifies one",
+            {"speculative": "eagle3", "draft_width": 2, "draft_tokens": 32},
+            "a tree that is 5 deep has 5 to 31 tokens, and 32 are requested",
         ),
         ({"speculative": "suffix", "prefix_cache": False}, "the prefix cache is off, and draft tokens come from it"),
     ],

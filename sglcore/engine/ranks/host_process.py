@@ -115,7 +115,7 @@ class Node:
             config, folder = self.prepare()
             choice = choose(config, DecisionLedger())
             at, package = self.placement, choice.package
-            devices = 0 if package.is_host else len(choice.report.devices)
+            devices = 0 if package.ranks_share_device else len(choice.report.devices)
             facts = NodeFacts(
                 at.node,
                 choice.chosen.encode(),
@@ -129,7 +129,7 @@ class Node:
             if not isinstance(error, Gone):
                 channel.send(Kind.FAILED, str(error).encode())
             raise
-        return config, (choice.chosen, package.is_host)
+        return config, (choice.chosen, package.ranks_share_device)
 
     def _order(self, channel: Channel) -> Order | None:
         """Return the leader's order, which it sends once all nodes have joined. None: the leader

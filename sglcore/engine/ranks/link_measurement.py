@@ -100,7 +100,7 @@ def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spa
     with TemporaryDirectory(prefix="sglcore-links-") as folder:
         places = [Place(rank, topology, f"file://{folder}/meeting", rank, config.tp) for rank in range(config.tp)]
         told = {"address": folder, "epoch": 0, "secret": ""}
-        is_host = choice.package.is_host
+        is_host = choice.package.ranks_share_device
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for place in places:

@@ -87,7 +87,7 @@ def _check_own_file(config: EngineConfig, folder: Path) -> None:
 def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:
     """Raise ConfigError if the device package has no communication between ranks, or if this
     machine has fewer devices, from the chosen one on, than its ranks need. The number is not
-    checked for the processor, or if the probe listed no devices."""
+    checked if the ranks share a device, or if the probe listed no devices."""
     package, width = choice.package, config.tp
     if package.communication is None:
         raise ConfigError(
@@ -95,7 +95,7 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
             remedy="--tp 1, or another device",
         )
     devices, here = len(choice.report.devices), width // placement.nodes * placement.neighbours
-    if not package.is_host and devices and choice.chosen.index + here > devices:
+    if not package.ranks_share_device and devices and choice.chosen.index + here > devices:
         raise ConfigError(
             f"tp is {width}, and {package.name!r} has {devices} devices, {devices - choice.chosen.index} of them from"
             f" number {choice.chosen.index} on" + (f"; this host needs {here}" if placement.nodes > 1 else ""),

@@ -185,7 +185,7 @@ class Maker:
         ]
 
     def _start(self, places: list[Place], **told: Any) -> dict[int, RankProcess]:
-        chosen, is_host = self.choice.chosen, self.choice.package.is_host
+        chosen, is_host = self.choice.chosen, self.choice.package.ranks_share_device
         found: dict[int, RankProcess] = {}
         try:
             for place in places:
@@ -208,7 +208,7 @@ class Maker:
         each = self.topology.world // self.placement.nodes
         chosen = ChosenDevice.decode(facts.chosen)
         last = chosen.index + facts.local * each + each
-        if not self.choice.package.is_host and facts.devices and last > facts.devices:
+        if not self.choice.package.ranks_share_device and facts.devices and last > facts.devices:
             raise ConfigError(
                 f"node {facts.node} (host {address}) needs {chosen.name} up to number {last - 1}, "
                 f"and has {facts.devices}",

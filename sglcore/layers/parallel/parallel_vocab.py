@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglcore.checkpoint.tensor_parallel import Range
 from sglcore.layers.linear import Embedding, Head
-from sglcore.layers.rank_part import Range
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.parallel.process_group import AnyGroup
 

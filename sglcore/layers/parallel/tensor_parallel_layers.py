@@ -17,11 +17,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
+from sglcore.checkpoint.expert_parts import GROUP, both, cut_form
 from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
+from sglcore.checkpoint.parallel_roles import (
+    WHOLE,
+    Section,
+    by_part,
+    is_by_inputs,
+    kept,
+    of_attention,
+    runs,
+    sections,
+)
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
-from sglcore.checkpoint.tensor_parallel import Shard, legal_widths
+from sglcore.checkpoint.tensor_parallel import Range, Shard, clipped, legal_widths
 from sglcore.core.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.build_scope import Scope
@@ -32,24 +43,12 @@ from sglcore.layers.mlp import GATE_AND_UP
 from sglcore.layers.moe import reads_mxfp4
 from sglcore.layers.parallel.block_reduction import Block, ended
 from sglcore.layers.parallel.dispatched_experts import dispatched
-from sglcore.layers.parallel.expert_parts import both, cut_form
 from sglcore.layers.parallel.parallel_norms import SharedGroupNorm, SharedNorm
-from sglcore.layers.parallel.parallel_roles import (
-    WHOLE,
-    Section,
-    by_part,
-    is_by_inputs,
-    kept,
-    of_attention,
-    runs,
-    sections,
-)
 from sglcore.layers.parallel.parallel_vocab import SharedEmbedding, SharedHead
 from sglcore.layers.parallel.row_parallel_sum import Summed, bias_once
-from sglcore.layers.rank_part import Cut, Range, clipped
+from sglcore.layers.rank_part import Cut
 from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.torch_layers import Build
-from sglcore.runtime.kernels.mxfp4 import GROUP
 from sglcore.runtime.parallel.process_group import AnyGroup
 from sglcore.runtime.parallel.rank_groups import Groups
 

@@ -208,6 +208,18 @@ def draft_config(folder: Path, kind: str, target: Architecture, asked: EngineCon
     )
 
 
+def next_token_heads(folder: Path, asked: EngineConfig) -> int:
+    """Return the number of MTP layers in a folder that propose one token each; 1: one layer
+    proposes all tokens.
+
+    Reads no weights. Raises ConfigError if there are several layers but fewer than the requested
+    draft tokens.
+    """
+    raw = _read(folder)
+    layout = layout_of(tensor_shapes(folder).keys(), raw.get("text_config", raw).get("num_hidden_layers", 0))
+    return 1 if layout is None else _heads(folder, len(layout[1]), asked)
+
+
 def _heads(folder: Path, found: int, config: EngineConfig) -> int:
     """Return the number of MTP layers to use, of the `found` layers in the checkpoint: one for each
     requested draft token (DRAFT_TOKENS if the number is not requested), at most `found`; 1 for

@@ -8,12 +8,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sglcore.checkpoint.expert_parts import GROUP
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.core.errors import CheckpointError
 from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import Stored
 from sglcore.models.weights.safetensors_file import SafetensorsFile
-from sglcore.runtime.kernels.mxfp4 import GROUP, dequantized
+from sglcore.runtime.kernels.mxfp4 import dequantized
 
 PARTS = ("blocks", "scales")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 32
 EXPONENT_BIAS = 127
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes without their highest bit, which is the sign."""

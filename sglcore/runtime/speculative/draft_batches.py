@@ -6,9 +6,8 @@ What a row has besides its token and its place follows from the declarations of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from sglcore.runtime.batch_split import filter_batch
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.step.batch_field import Axis, FieldSpec, When, Wide, leaves
+from sglcore.step.batch_field import Axis
 from sglcore.step.host_values import make_batch
+from sglcore.step.repeated_fields import continued
 from sglcore.worker.schedule_batch import ForwardMode
 from sglcore.worker.step_plan import StepPlan
 
@@ -68,7 +68,7 @@ def decode_batch(
         "features": features,
         "step_plan": plan,
     }
-    made.update(_continued(like, sources))
+    made.update(continued(like, lambda spec, value: value.index_select(spec.dim, sources(spec.axis))))
     return make_batch(type(like), made)
 
 
@@ -78,36 +78,3 @@ def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None
     """
     given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
     return replace(filter_batch(like, 0, 0), **given)
-
-
-def _continued(like: ForwardBatch, sources: Sources) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and entries of each field that `like` has and new rows repeat."""
-    for spec in _repeated(type(like)):
-        value = _value_of(like, spec.name)
-        if value is not None:
-            yield spec.name, value.index_select(spec.dim, sources(spec.axis))
-
-
-def _value_of(record: object, name: str) -> Tensor | None:
-    """Return a field by its (dotted) name; None if the batch has no such field or nested record."""
-    first, _, rest = name.partition(".")
-    value = getattr(record, first)
-    return value if value is None or not rest else _value_of(value, rest)
-
-
-@cache
-def _repeated(batch_type: type[ForwardBatch]) -> tuple[FieldSpec, ...]:
-    """Return the fields of tensors that rows made on the device repeat.
-
-    Raises TypeError for a repeated field that stays on the host: rows that the device makes cannot
-    index it.
-    """
-    read = (spec for spec in leaves(batch_type) if spec.read is not None and spec.when is not When.EXTEND)
-    repeated = tuple(spec for spec in read if spec.wide is Wide.REPEAT and spec.axis is not Axis.NONE)
-    for spec in repeated:
-        if not spec.is_buffered:
-            raise TypeError(
-                f"{batch_type.__name__}.{spec.name} stays on the host, so rows of draft tokens cannot repeat it; "
-                "give it a dtype, or declare wide=Wide.PLACED"
-            )
-    return repeated

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglcore.config.engine_config import EngineConfig
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.drafter import Drafter
-from sglcore.runtime.speculative.tree import TreeShape
+from sglcore.step.tree_shapes import TreeShape
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel

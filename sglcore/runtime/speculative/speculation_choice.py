@@ -29,8 +29,8 @@ from sglcore.runtime.speculative.refused_combinations import (
     reason_against,
     reason_in_shards,
 )
-from sglcore.runtime.speculative.tree import MOST_NODES, MOST_RECORDS, TreeShape
 from sglcore.step.draft_length import lengths_of
+from sglcore.step.tree_shapes import TREE_TOKENS, TreeShape, tree_shape
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
@@ -54,11 +54,6 @@ References, because models import the runtime.
 
 TREE_MASK = "tree_mask"
 """The feature of attention backends that can mask single KV slots for a row."""
-TREE_TOKENS, TREE_DEPTH = 7, 5
-"""Default draft tokens and depth of a tree.
-
-The default depth is at most the number of draft tokens, and at most MOST_NODES // width + 1.
-"""
 
 LoadDraft = Callable[[Path, str], Any]
 """`load(folder, kind)` returns the draft, with its `model`, `aux_layers` and `heads`."""
@@ -263,38 +258,8 @@ def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: Decis
 
 def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     """Return the configured tree; None: chains. Raises ConfigError for an impossible shape."""
-    width, tokens = config.draft_width, config.draft_tokens or TREE_TOKENS
-    depth = config.draft_depth or min(TREE_DEPTH, tokens, MOST_NODES // width + 1)
-    if width == 1:
-        if config.draft_depth is not None:
-            raise ConfigError("draft_depth applies to trees, and draft_width is 1", remedy="--draft-tokens alone")
-        return None
-    shape = TreeShape(width, depth, tokens + 1)
-    reason, remedy = "", "--draft-width 1"
-    if kind not in IN_TREES:
-        reason = f"drafts of {kind!r} are chains; drafts of {', '.join(IN_TREES)} may be trees"
-    elif config.speculative_verify != COUPLED:
-        reason = f"the rule is {config.speculative_verify!r}, and {reason_against(OTHER_RULES, TREES)}"
-    elif not depth <= tokens < MOST_NODES:
-        reason = f"a tree that is {depth} deep has {depth} to {MOST_NODES - 1} tokens, and {tokens} are requested"
-        remedy = "--draft-tokens or --draft-depth"
-    elif tokens > sum(shape.records):
-        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are requested"
-        remedy = "lower --draft-tokens, or raise --draft-width"
-    elif sum(shape.records) > MOST_RECORDS:
-        reason = (
-            f"{width} beams that are {depth} deep record {sum(shape.records)} tokens; at most {MOST_RECORDS} are "
-            "supported"
-        )
-        remedy = "lower --draft-width or --draft-depth"
-    elif shape.cells > MOST_NODES and model_steps(kind).writes_cells:
-        reason = (
-            f"{width} beams that are {depth} deep write {shape.cells} KV slots, and at most {MOST_NODES} can be masked"
-        )
-        remedy = "lower --draft-width or --draft-depth"
-    if reason:
-        raise ConfigError(f"draft_width is {width}, and {reason}", remedy=remedy)
-    return shape
+    against_rule = "" if config.speculative_verify == COUPLED else reason_against(OTHER_RULES, TREES)
+    return tree_shape(config, kind, against_rule, writes_cells=kind not in MODELS or model_steps(kind).writes_cells)
 
 
 def promise(rule: str) -> str:

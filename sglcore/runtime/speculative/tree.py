@@ -7,7 +7,6 @@ slot n places after the root's, whatever its depth.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,45 +14,12 @@ from torch import Tensor
 
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.drafter import NONE
-
-MOST_NODES = 32
-"""Maximum nodes of a tree, and maximum KV slots of beams: the bits of a word."""
-MOST_RECORDS = 2048
-"""Maximum candidate tokens of a tree: the capacity of one program of a kernel."""
+from sglcore.step.tree_shapes import TreeShape
 
 
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """For each request `width` beams grow to `depth` tokens.
-
-    `nodes` - 1 draft tokens are kept, plus the root.
-    """
-
-    width: int
-    depth: int
-    nodes: int
-
-    @property
-    def steps(self) -> int:
-        """Maximum tokens that a step yields."""
-        return self.depth + 1
-
-    @property
-    def cells(self) -> int:
-        """Number of KV slots, after those of the text, that beams write."""
-        return self.width * (self.depth - 1)
-
-    @property
-    def records(self) -> tuple[int, ...]:
-        """Number of candidate tokens of a request at each depth, from 1: `width` tokens after each
-        beam, and one beam, the root, at depth 1.
-        """
-        return self.width, *[self.width**2] * (self.depth - 1)
-
-    def depths_of_records(self, device: torch.device | str) -> Tensor:
-        """Return int32[M]: the depth, from 1, of each of a request's M candidates, ascending."""
-        depths = torch.arange(1, self.depth + 1, dtype=torch.int32)
-        return depths.repeat_interleave(torch.tensor(self.records)).to(device)
+def depths_of_records(shape: TreeShape, device: torch.device | str) -> Tensor:
+    """Return `TreeShape.depths_of_records`, int32[M], on a device."""
+    return torch.from_numpy(shape.depths_of_records()).to(device)
 
 
 class DraftTree(NamedTuple):
@@ -92,7 +58,7 @@ class TreeRecords:
     """The candidates that beams of R requests find, by depth, and the trees made from them."""
 
     def __init__(self, requests: int, shape: TreeShape, depths: Tensor, kernels: KernelTable) -> None:
-        """`depths` is the result of `TreeShape.depths_of_records`."""
+        """`depths` is the result of `depths_of_records`."""
         self._kernels, self._shape, self._depths = kernels, shape, depths
         self._sizes = requests, shape.width
         most, device = depths.shape[0], depths.device

@@ -25,7 +25,8 @@ from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
 from sglcore.runtime.speculative.target_features import features_of
-from sglcore.runtime.speculative.tree import Beams, CellBits, DraftTree, TreeRecords, TreeShape, chained
+from sglcore.runtime.speculative.tree import Beams, CellBits, DraftTree, TreeRecords, chained, depths_of_records
+from sglcore.step.tree_shapes import TreeShape
 
 
 class Beam(Protocol):
@@ -46,7 +47,7 @@ def grown(
     """Return a tree for each root. Does not wait.
 
     `hidden` [R, H] yields the candidates of depth 1 through the logits of `runner`; `go` runs the
-    beams for each further depth. `depths` is the result of `TreeShape.depths_of_records`.
+    beams for each further depth. `depths` is the result of `depths_of_records`.
     """
     assert rows.rank is not None
     found, beams = TreeRecords(len(rows.most_lens), shape, depths, runner.attn_backend.kernels), None
@@ -80,7 +81,7 @@ class CellBeams(AutoregressiveDrafter):
         device = self.runner.token_table.last.device
         self.shape = shape
         self._bits = CellBits(shape.cells, device)
-        self._depths = shape.depths_of_records(device)
+        self._depths = depths_of_records(shape, device)
         return self
 
     def advance(self, rows: DraftRows) -> Tensor:
@@ -150,7 +151,7 @@ class FrozenTreeDrafter(FrozenDrafter):
         """For `runner` and `feature_size` see `FrozenDrafter`."""
         super().__init__(runner, shape.nodes - 1, feature_size)
         self.shape = shape
-        self._depths = shape.depths_of_records(runner.token_table.last.device)
+        self._depths = depths_of_records(shape, runner.token_table.last.device)
 
     def advance(self, rows: DraftRows) -> Tensor:
         """Implements `Drafter.advance`: returns the tokens of a tree, int32[R, `tokens`]."""

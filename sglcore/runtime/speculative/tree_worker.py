@@ -16,12 +16,13 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.runtime.speculative.draft_batches import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.tree import DraftTree, TreeShape, TreeTables
+from sglcore.runtime.speculative.tree import DraftTree, TreeTables
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, Verified, VerifiedRows
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.tree_shapes import TreeShape
 from sglcore.step.verification_rows import most_lens
 from sglcore.worker.schedule_batch import ScheduleBatch
 

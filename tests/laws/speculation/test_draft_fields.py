@@ -12,10 +12,10 @@ import torch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
-from sglcore.runtime.speculative import draft_batches
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
+from sglcore.step import repeated_fields
 from sglcore.step.batch_field import Axis, batch_field, batch_record
 from sglcore.worker.schedule_batch import ScheduleBatch
 from tests.laws.proposers import PROPOSERS, Proposers, Steered, proposers_fixture
@@ -123,7 +123,7 @@ def first_of_prefill(self: DraftRows, axis: Axis) -> Any:
 
 @pytest.mark.parametrize("name", WITH_MODELS)
 def test_a_draft_that_forgets_fields_is_caught(proposers: Proposers, plain: Ran, wider: Patch, name: str) -> None:
-    wider.setattr(draft_batches, "_repeated", nothing)
+    wider.setattr(repeated_fields, "repeated", nothing)
     with pytest.raises(AssertionError, match="lack the fields"):
         serve(proposers, name, plain)
 
@@ -147,4 +147,4 @@ class HostOnly(ForwardBatch):
 
 def test_a_field_that_rows_made_on_the_device_cannot_repeat_is_refused() -> None:
     with pytest.raises(TypeError, match=r"HostOnly\.given stays on the host.*Wide\.PLACED"):
-        draft_batches._repeated(HostOnly)
+        repeated_fields.repeated(HostOnly)

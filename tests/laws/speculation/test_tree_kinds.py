@@ -15,9 +15,10 @@ from torch import Tensor
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.speculative.make_worker import cells_of_drafts
 from sglcore.runtime.speculative.speculation_choice import Speculation
-from sglcore.runtime.speculative.tree import Beams, TreeShape
+from sglcore.runtime.speculative.tree import Beams
 from sglcore.runtime.speculative.tree_drafts import FrozenTreeDrafter, StandaloneTreeDrafter
 from sglcore.runtime.speculative.tree_worker import TreeWorker
+from sglcore.step.tree_shapes import TreeShape
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET
 from tests.frozen_drafts import frozen

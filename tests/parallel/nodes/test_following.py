@@ -82,7 +82,9 @@ def test_the_addresses_of_a_leaders_name_are_in_the_error(
 def chosen_by(is_host: bool, devices: int) -> Any:
     chosen = ChosenDevice("x", "x", "1", 1, "", 2)
     report = SimpleNamespace(devices=[None] * devices)
-    return SimpleNamespace(chosen=chosen, package=SimpleNamespace(is_host=is_host), report=report)
+    return SimpleNamespace(
+        chosen=chosen, package=SimpleNamespace(is_host=is_host, ranks_share_device=is_host), report=report
+    )
 
 
 @pytest.mark.parametrize(("is_host", "devices"), [(True, 0), (False, 3)])

@@ -207,7 +207,9 @@ def test_results_of_steps_that_nobody_collects_are_passed_over() -> None:
 
 
 def maker(placement: Placement) -> Maker:
-    choice: Any = SimpleNamespace(package=SimpleNamespace(is_host=False), chosen=ChosenDevice("x", "", "", 1, ""))
+    choice: Any = SimpleNamespace(
+        package=SimpleNamespace(ranks_share_device=False), chosen=ChosenDevice("x", "", "", 1, "")
+    )
     nothing: Any = None
     return Maker(EngineConfig(), choice, Communication("x"), Topology(tp=8), nothing, {}, placement)
 
@@ -238,7 +240,7 @@ def test_ranks_of_a_node_stand_behind_those_of_its_neighbours() -> None:
     ],
 )
 def test_ranks_here_have_a_device_each(placement: Placement, index: int, devices: int, fits: bool) -> None:
-    package = SimpleNamespace(name="x", is_host=False, communication=Communication("x"))
+    package = SimpleNamespace(name="x", is_host=False, ranks_share_device=False, communication=Communication("x"))
     choice: Any = SimpleNamespace(
         package=package,
         chosen=ChosenDevice("x", "", "", 1, "", index),
@@ -252,7 +254,7 @@ def test_ranks_here_have_a_device_each(placement: Placement, index: int, devices
 
 
 def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
-    package = SimpleNamespace(name="x", is_host=True, communication=Communication("x"))
+    package = SimpleNamespace(name="x", is_host=True, ranks_share_device=True, communication=Communication("x"))
     choice: Any = SimpleNamespace(
         package=package, chosen=ChosenDevice("x", "", "", 1, ""), report=SimpleNamespace(devices=[])
     )
@@ -295,7 +297,7 @@ def test_a_leader_with_a_longer_address_is_found_by_it() -> None:
 def test_a_model_that_runs_by_transformers_class_is_refused_by_that_reason(name: str, tmp_path: Path) -> None:
     """The reason is not a missing field in its configuration."""
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"], "model_type": "x"}}')
-    package = SimpleNamespace(name="x", is_host=True, communication=Communication("x"))
+    package = SimpleNamespace(name="x", is_host=True, ranks_share_device=True, communication=Communication("x"))
     choice: Any = SimpleNamespace(
         package=package, chosen=ChosenDevice("x", "", "", 1, ""), report=SimpleNamespace(devices=[])
     )

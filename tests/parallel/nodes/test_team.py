@@ -29,7 +29,7 @@ WORLD = 4
 
 def maker(placement: Placement = ALONE, spawn: Any = None, resource: str = "", variable: str = "") -> Maker:
     choice: Any = SimpleNamespace(
-        package=SimpleNamespace(name="x", is_host=False), chosen=ChosenDevice("x", "", "", 1, "", 3)
+        package=SimpleNamespace(name="x", ranks_share_device=False), chosen=ChosenDevice("x", "", "", 1, "", 3)
     )
     communication = Communication("x", cluster_resource=resource, interface_variable=variable)
     config = EngineConfig(tp=WORLD, nodes=placement.nodes, join_timeout=1.0)

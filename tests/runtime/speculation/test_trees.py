@@ -23,13 +23,14 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.drafter import NONE
 from sglcore.runtime.speculative.speculation_bring_up import reason_against_trees
 from sglcore.runtime.speculative.speculation_choice import Speculation, choose_speculation
-from sglcore.runtime.speculative.tree import DraftTree, TreeRecords, TreeShape, TreeTables
+from sglcore.runtime.speculative.tree import DraftTree, TreeRecords, TreeTables, depths_of_records
 from sglcore.runtime.speculative.tree_worker import TreeWorker, along
 from sglcore.sampling.gumbel_race import gumbel_noise, row_keys
-from sglcore.sampling.noise import ONE, fixed_scale
+from sglcore.sampling.noise import CONTENDERS, ONE, OWN, SPREAD, fixed_scale
 from sglcore.sampling.params_batch import SamplingNeeds
-from sglcore.sampling.sampler import CONTENDERS, OWN, SPREAD, Sampler, SamplingState
+from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import Logprobs, SampledTokens
+from sglcore.step.tree_shapes import TreeShape
 from tests.laws.trees import walked
 from tests.planted import planted
 
@@ -223,7 +224,7 @@ def test_what_is_kept_of_beams_is_what_sorting_keeps(
     parent."""
     rng = np.random.default_rng(depth)
     shape, scored = TreeShape(width, depth, nodes), [[] for _ in range(ROWS)]
-    records = TreeRecords(ROWS, shape, shape.depths_of_records("cpu"), KernelTable())
+    records = TreeRecords(ROWS, shape, depths_of_records(shape, "cpu"), KernelTable())
     for at in range(depth):
         count = width if at else 1
         scores = torch.tensor(-np.sort(-rng.choice(values, (ROWS, count, width)), axis=2), dtype=torch.float32)

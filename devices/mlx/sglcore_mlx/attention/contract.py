@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 import mlx.core as mx
 
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -16,33 +17,14 @@ from sglcore_mlx.models.contract import LayerShape
 class AttentionFacts:
     """What a backend supports; None: anything. `dtypes`: their names, such as "bfloat16".
     `compute`: kinds of hardware, as in `Hardware.kind`. `takes_latent`: layers with values that are
-    a part of the keys."""
+    a part of the keys. `takes_blocks`: models with compressed blocks, and no others."""
 
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     compute: tuple[str, ...] | None = None
     takes_latent: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """N queries for each of B requests, grouped by request: `page_table` int32 [B, n], with n pages
-    for a request; `seq_lens` int32 [B * N], for each query the number of tokens up to its own,
-    included."""
-
-    page_table: mx.array
-    seq_lens: mx.array
-
-    @property
-    def width(self) -> int:
-        """N, the number of queries of each request; 0 for no requests."""
-        return self.seq_lens.shape[0] // max(self.page_table.shape[0], 1)
-
-    @property
-    def own_pages(self) -> mx.array:
-        """The page table row of each query, int32 [B * N, n]: the table itself if N is 1."""
-        return self.page_table if self.width == 1 else mx.repeat(self.page_table, self.width, axis=0)
+    takes_blocks: bool = False
 
 
 class AttentionPlan(Protocol):
@@ -63,7 +45,9 @@ class DecodeAttention(Protocol):
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None: ...
 
-    def plan(self, rows: DecodeRows) -> AttentionPlan:
-        """Prepare these queries for the `forward` of every layer. Builds the lazy graph only;
-        nothing is computed yet."""
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Prepare the rows of a batch with a `page_table` for the `forward` of every layer: N
+        queries for each of B requests, grouped by request. `seq_lens` int32 [B * N] says for each
+        query the number of KV slots up to its own, included. Every declared field is there, but not
+        yet the batch's functions. Builds the lazy graph only; nothing is computed yet."""
         ...

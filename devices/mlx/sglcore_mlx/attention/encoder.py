@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore_mlx.attention.dense import attend
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -15,9 +16,10 @@ class EncoderRows:
     """Attention of a step with B whole sequences: `attend` pads them to the longest, so that a
     layer is one call."""
 
-    def __init__(self, offsets: NDArray[np.int32], layers: tuple[LayerShape, ...]) -> None:
-        """`offsets` int32 [B + 1]: where each sequence's tokens begin, and the end of the last; B
-        is at least 1."""
+    def __init__(self, batch: ForwardBatch, offsets: NDArray[np.int32], layers: tuple[LayerShape, ...]) -> None:
+        """`batch`: the inputs of the step. `offsets` int32 [B + 1]: where each sequence's tokens
+        begin, and the end of the last; B is at least 1."""
+        self.batch = batch
         lengths = np.diff(offsets)
         columns = np.arange(int(lengths.max()), dtype=np.int32)[None]
         inside = columns < lengths[:, None]

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.contract import AttentionFacts
 from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.indexed import highest, index_scores
-from sglcore_mlx.forward_batch import IndexQueries
+from sglcore_mlx.forward_batch import ForwardBatch, IndexQueries
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -64,22 +64,34 @@ class GatheredAttention:
         self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
         self._page_size = page_size
 
-    def plan(self, rows: DecodeRows) -> GatheredPlan:
+    def plan(self, batch: ForwardBatch) -> GatheredPlan:
         """Implements `DecodeAttention.plan`: compute the KV slots of every request, up to the width
         of the page table, and the masks of each query."""
-        size, lens = self._page_size, rows.seq_lens.reshape(rows.page_table.shape[0], -1)
-        columns = mx.arange(rows.page_table.shape[1] * size, dtype=mx.int32)[None]
+        size, table = self._page_size, batch.pages_of_requests
+        lens = batch.seq_lens.reshape(table.shape[0], -1)
+        columns = mx.arange(table.shape[1] * size, dtype=mx.int32)[None]
         places = mx.minimum(columns, mx.max(lens, axis=1, keepdims=True) - 1)
-        pages = mx.take_along_axis(rows.page_table, places // size, axis=1)
-        masks = {window: _mask(columns, lens, window) for window in self._windows}
+        pages = mx.take_along_axis(table, places // size, axis=1)
+        words = None if batch.visible is None else batch.visible.reshape(lens.shape)
+        masks = {window: _mask(columns, lens, window, words) for window in self._windows}
         return GatheredPlan(pages * size + places % size, masks)
 
 
-def _mask(columns: mx.array, lens: mx.array, window: int | None) -> mx.array:
+def _mask(columns: mx.array, lens: mx.array, window: int | None, visible: mx.array | None) -> mx.array:
     """Return bool [B, 1, N, S]: which of columns int32 [1, S] each query sees. lens int32 [B, N]:
-    the tokens up to the query's own, which is the last it sees."""
+    the tokens up to the query's own, which is the last it sees; visible int32 [B, N] as in
+    `ForwardInputs`."""
     ends = lens[:, :, None]
     seen = columns < ends
     if window is not None:
         seen = seen & (columns >= ends - window)
+    if visible is not None:
+        seen = seen & is_visible(visible[:, :, None], ends - 1 - columns)
     return seen[:, None]
+
+
+def is_visible(words: mx.array, before: mx.array) -> mx.array:
+    """Return bool: whether rows with `words` int32, as `ForwardInputs.visible`, see the KV slot
+    `before` int32 places before their own; arbitrary for a negative number. Broadcasts."""
+    bits = words >> (31 - mx.clip(before, 0, 31))
+    return (before > 31) | ((bits & 1) != 0)

@@ -69,7 +69,7 @@ def program(name: str, inputs: Sequence[str], outputs: Sequence[str], source: st
     return Program(name, tuple(inputs), tuple(outputs), source, cast("Callable[..., list[mx.array]]", kernel))
 
 
-_WALKED = ("queries", "kv", "page_table", "seq_lens", "scale", "softcap", "sinks")
+_WALKED = ("queries", "kv", "page_table", "seq_lens", "scale", "softcap", "sinks", "visible")
 _PARTIAL = ("part_values", "part_tops", "part_sums")
 DECODE = program("sglcore_paged_decode", _WALKED, ("out",), metal_source.DECODE)
 PARTS = program("sglcore_paged_parts", _WALKED, _PARTIAL, metal_source.PARTS)
@@ -121,6 +121,8 @@ class Shape:
     """Whether scores have a softcap."""
     has_sinks: bool = False
     """Whether heads have sinks."""
+    has_visible: bool = False
+    """Whether each row has a word that says which of its last positions it sees."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes and types that the kernels do not support."""
@@ -199,6 +201,7 @@ def walk_launch(shape: Shape) -> Launch:
         "WINDOW": shape.window or 0,
         "HAS_SOFTCAP": int(shape.has_softcap),
         "HAS_SINKS": int(shape.has_sinks),
+        "HAS_VISIBLE": int(shape.has_visible),
         "QUERIES": queries,
         "SIMDGROUPS": SIMDGROUPS,
         "BLOCK": shape.block,
@@ -246,6 +249,7 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    visible: mx.array | None = None,
     launcher: Launcher = launch_on_metal,
 ) -> mx.array:
     """Attention of one query per row over the paged KV cache; lazy, does not wait, works under
@@ -254,17 +258,19 @@ def paged_decode(
     `q` [B, heads, D], `kv` [cells, 2, kv_heads, D] (the KV slots of a page are consecutive, K then
     V), `page_table` int32 [B, n], `seq_lens` int32 [B]. Row b attends to positions [0,
     seq_lens[b]), or to the last `window` of them; position p is KV slot `page_table[b, p //
-    page_size] * page_size + p % page_size`. `softcap` and `sinks` [heads] as in `LayerShape`. The
-    caller must ensure 1 <= seq_lens <= n * page_size; this is not checked. KV slots and page table
-    entries beyond a row's length or before its window are not read. Returns [B, heads, D] in `q`'s
-    type, computed in float32. Raises ConfigError for unsupported sizes or types.
+    page_size] * page_size + p % page_size`. `softcap` and `sinks` [heads] as in `LayerShape`.
+    `visible` int32 [B] as in `ForwardInputs`: positions that it hides are read, but do not count.
+    The caller must ensure 1 <= seq_lens <= n * page_size; this is not checked. KV slots and page
+    table entries beyond a row's length or before its window are not read. Returns [B, heads, D] in
+    `q`'s type, computed in float32. Raises ConfigError for unsupported sizes or types.
     """
     shape = shape_of(q, kv, page_table, seq_lens, page_size=page_size, window=window)
-    shape = replace(shape, has_softcap=softcap is not None, has_sinks=sinks is not None)
+    has = {"has_softcap": softcap is not None, "has_sinks": sinks is not None, "has_visible": visible is not None}
+    shape = replace(shape, **has)
     if sinks is not None and tuple(sinks.shape) != (shape.heads,):
         raise _unfit(f"sinks of shape {tuple(sinks.shape)}", f"({shape.heads},) with q of shape {tuple(q.shape)}")
-    # The kernel needs an array argument for sinks; without sinks it is not read.
-    extras = (softcap or 0.0) * LOG2_E, seq_lens if sinks is None else sinks
+    # The kernel needs arrays for sinks and visible words; without them these are not read.
+    extras = (softcap or 0.0) * LOG2_E, seq_lens if sinks is None else sinks, seq_lens if visible is None else visible
     walked = launcher(walk_launch(shape), (q, kv, page_table, seq_lens, scale * LOG2_E, *extras))
     if shape.parts == 1:
         return walked[0]

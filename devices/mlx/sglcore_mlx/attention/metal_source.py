@@ -2,9 +2,10 @@
 
 Names in capitals are template arguments: HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW (0: none),
 QUERIES (query heads per threadgroup), SIMDGROUPS, BLOCK (positions that a simdgroup processes at
-once), PART (positions per threadgroup), HAS_SOFTCAP, HAS_SINKS and the types T (result) and KV (KV
-cache). Online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867, in base 2:
-`scale` and `softcap` are already multiplied by log2(e). `metal.py` launches the kernels.
+once), PART (positions per threadgroup), HAS_SOFTCAP, HAS_SINKS, HAS_VISIBLE and the types T
+(result) and KV (KV cache). Online softmax: Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867, in base 2: `scale` and `softcap` are already multiplied by
+log2(e). `metal.py` launches the kernels.
 """
 
 from __future__ import annotations
@@ -73,7 +74,12 @@ _WALK = (
         UNROLLED(t, BLOCK) {
             // A position that does not count reads the nearest that does: no branch, and nothing that is not the row's.
             const int near = metal::clamp(block + t, begin, end - 1) - block;
-            const bool counts = near == t;
+            bool counts = near == t;
+            if (HAS_VISIBLE) {
+                // Of a word, bit 31 - d is for the position d before the row's own, the last.
+                const int before = length - 1 - block - t;
+                counts = counts && (before > 31 || ((visible[row] >> (31 - before)) & 1) != 0);
+            }
             float key[PER_LANE];
             UNROLLED(i, PER_LANE) {
                 key[i] = float(cell[near * CELL + i]);
@@ -154,7 +160,7 @@ _WALK = (
 
 DECODE = _WALK.replace("%WRITE%", "out[(row * HEADS + head) * HEAD_DIM + d] = T(value / total);")
 """Rows with one part. In: queries [B, HEADS, HEAD_DIM], kv, page_table, seq_lens, scale, softcap,
-sinks. Out: out [B, HEADS, HEAD_DIM]."""
+sinks, visible. Out: out [B, HEADS, HEAD_DIM]."""
 
 PARTS = _WALK.replace(
     "%WRITE%",

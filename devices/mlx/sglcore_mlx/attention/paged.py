@@ -9,17 +9,18 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.contract import AttentionFacts
 from sglcore_mlx.attention.metal import Launcher, launch_on_metal, paged_decode
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """The plan of `MetalAttention`: the queries' page table and lengths, which the kernel reads;
-    `launcher` runs the kernel."""
+    """The plan of `MetalAttention`: the batch, with page table and lengths of its queries, which
+    the kernel reads; `launcher` runs the kernel."""
 
-    rows: DecodeRows
+    batch: ForwardBatch
     page_size: int
     launcher: Launcher
 
@@ -29,13 +30,14 @@ class PagedPlan:
         return paged_decode(
             q,
             kv,
-            self.rows.own_pages,
-            self.rows.seq_lens,
+            self.batch.pages_of_rows,
+            self.batch.seq_lens,
             page_size=self.page_size,
             scale=layer.scale,
             window=layer.sliding_window,
             softcap=layer.softcap,
             sinks=layer.sinks,
+            visible=self.batch.visible,
             launcher=self.launcher,
         )
 
@@ -63,7 +65,7 @@ class MetalAttention:
         self._page_size = page_size
         self._launcher = launcher
 
-    def plan(self, rows: DecodeRows) -> PagedPlan:
-        """Implements `DecodeAttention.plan`: keep the rows; there is nothing to compute in
+    def plan(self, batch: ForwardBatch) -> PagedPlan:
+        """Implements `DecodeAttention.plan`: keep the batch; there is nothing to compute in
         advance."""
-        return PagedPlan(rows, self._page_size, self._launcher)
+        return PagedPlan(batch, self._page_size, self._launcher)

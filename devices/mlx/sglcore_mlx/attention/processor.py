@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.contract import AttentionFacts
 from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.gathered import GatheredAttention, GatheredPlan
-from sglcore_mlx.forward_batch import IndexQueries
+from sglcore_mlx.forward_batch import ForwardBatch, IndexQueries
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -82,6 +82,6 @@ class ProcessorAttention:
         self._gathered = GatheredAttention(layers, page_size)
         self._streams = streams
 
-    def plan(self, rows: DecodeRows) -> ProcessorPlan:
+    def plan(self, batch: ForwardBatch) -> ProcessorPlan:
         """Implements `DecodeAttention.plan` as `GatheredAttention` does."""
-        return ProcessorPlan(self._gathered.plan(rows), self._streams)
+        return ProcessorPlan(self._gathered.plan(batch), self._streams)

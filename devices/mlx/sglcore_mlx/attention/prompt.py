@@ -12,25 +12,27 @@ from numpy.typing import NDArray
 
 from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.indexed import chosen_mask
-from sglcore_mlx.forward_batch import IndexQueries
+from sglcore_mlx.forward_batch import ForwardBatch, IndexQueries, part_of
 from sglcore_mlx.models.contract import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A request's tokens [start, end) of the step, which follow `prefix` tokens with keys and
-    values in the cache; `cells`: KV slots of all, int32 [prefix + end - start]."""
+    """Request number `row` of the step: its tokens [start, end), which follow `prefix` tokens with
+    keys and values in the cache; `cells`: KV slots of all, int32 [prefix + end - start]."""
 
+    row: int
     start: int
     end: int
     prefix: int
     cells: NDArray[np.int32]
 
-    def plan(self, layers: Sequence[LayerShape]) -> PromptPlan:
+    def plan(self, layers: Sequence[LayerShape], batch: ForwardBatch) -> PromptPlan:
         """Return the plan of this request for all layers, with keys and mask made once for each
-        sliding window."""
+        sliding window; `batch`: the inputs of the step."""
         windows = dict.fromkeys(layer.sliding_window for layer in layers)
-        return PromptPlan(self.start, self.end, {window: self._seen(window) for window in windows})
+        own = part_of(batch, slice(self.row, self.row + 1), slice(self.start, self.end))
+        return PromptPlan(self.start, self.end, own, {window: self._seen(window) for window in windows})
 
     def _seen(self, window: int | None) -> Seen:
         first = 0 if window is None else max(self.prefix - window + 1, 0)
@@ -55,11 +57,12 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A request's tokens [start, end) of the step, and for each sliding window (None: none) their
-    keys and mask."""
+    """A request's tokens [start, end) of the step, their part of its inputs, and for each sliding
+    window (None: none) their keys and mask."""
 
     start: int
     end: int
+    batch: ForwardBatch
     seen: Mapping[int | None, Seen]
 
     def choose(self, index: IndexQueries, k: mx.array, kv: mx.array, layer: LayerShape) -> mx.array | None:

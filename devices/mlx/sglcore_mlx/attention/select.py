@@ -20,6 +20,7 @@ def select_attention(
     page_size: int,
     compute: str,
     has_latent: bool = False,
+    has_blocks: bool = False,
     ledger: DecisionLedger,
 ) -> type[DecodeAttention]:
     """Return the class of the requested backend, or of the first in `candidates` that supports the
@@ -31,7 +32,7 @@ def select_attention(
     refused: list[str] = []
     for name in candidates if asked is None else (asked,):
         kind: type[DecodeAttention] = resolve(candidates[name], "mlx")
-        reason = refusal(kind.facts, dtype, head_dims, page_size, compute, has_latent)
+        reason = refusal(kind.facts, dtype, head_dims, page_size, compute, has_latent, has_blocks)
         if not reason:
             why = "requested" if asked else "; ".join(refused) or "the first that serves this model"
             ledger.record(Row("attention", asked or "auto", name, why, "--attention-backend"))
@@ -48,9 +49,13 @@ def refusal(
     page_size: int,
     compute: str,
     has_latent: bool = False,
+    has_blocks: bool = False,
 ) -> str:
     """Return why a backend with these facts does not support the model, as a phrase; empty if it
-    does. `compute`: the kind of hardware; `has_latent`: the model has latent attention."""
+    does. `compute`: the kind of hardware; `has_latent`: the model has latent attention;
+    `has_blocks`: it has compressed blocks."""
+    if has_blocks != facts.takes_blocks:
+        return "takes no compressed blocks" if has_blocks else "takes only models with compressed blocks"
     if has_latent and not facts.takes_latent:
         return "does not take latent entries"
     if facts.compute is not None and compute not in facts.compute:

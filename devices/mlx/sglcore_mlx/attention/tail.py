@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from sglcore_mlx.attention.gathered import is_visible
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.models.contract import LayerShape
 from sglcore_mlx.pool import entry_of
 
@@ -40,11 +42,15 @@ class TailAttention:
 
     `tails`: by layer, the keys and values of draft tokens, [R, t, *entry]; empty before the first
     forward. A forward appends its own tokens. Every token sees all of them, so the tokens of
-    one forward see each other.
+    one forward see each other, unless the batch has `visible` words: then a token sees those
+    before it that its word names, as if the arrays were KV slots after the gathered ones.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], gathered: Gathered, tails: Sequence[mx.array]) -> None:
-        self.tails = list(tails)
+    def __init__(
+        self, batch: ForwardBatch, layers: Sequence[LayerShape], gathered: Gathered, tails: Sequence[mx.array]
+    ) -> None:
+        """`batch`: the inputs of the forward."""
+        self.batch, self.tails = batch, list(tails)
         self._layers, self._gathered = layers, gathered
         self._masks: dict[int | None, mx.array] = {}
 
@@ -71,8 +77,16 @@ class TailAttention:
             places = mx.concatenate([mx.where(columns < lens, columns, -1), lens + steps], axis=1)[:, None]
             ends = (lens + mx.arange(tail - width, tail, dtype=mx.int32)[None])[:, :, None]
             first = mx.zeros_like(ends) if window is None else mx.maximum(ends - (window - 1), 0)
-            self._masks[window] = places >= first
+            self._masks[window] = (places >= first) & self._of_branches(ends - places)
         return self._masks[window]
+
+    def _of_branches(self, before: mx.array) -> mx.array:
+        """Return bool, by the `visible` words of the batch, if any: which entries, `before` int32
+        [R, W, S + t] places before each token, belong to its branch."""
+        words = self.batch.visible
+        if words is None:
+            return mx.array(True)
+        return (before >= 0) & is_visible(words.reshape(*before.shape[:2], 1), before)
 
 
 def attend_both(q: mx.array, before: mx.array, tail: mx.array, seen: mx.array, layer: LayerShape) -> mx.array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from sglcore_mlx.forward_batch import ForwardBatch
@@ -28,8 +30,10 @@ class AttentionLayer:
         norm_offset: float | None = None,
         sinks: bool = False,
         is_encoder: bool = False,
+        make_norm: Callable[..., HeadNorm | WholeNorm] | None = None,
     ) -> None:
-        """Options as in `Build.attention`."""
+        """Options as in `Build.attention`. `make_norm` makes the norm, from the scope and the
+        offset; None: the one that the options name."""
         config, size = build.config, build.config.head_dim
         heads, kv_heads, window = (
             config.num_attention_heads,
@@ -46,7 +50,7 @@ class AttentionLayer:
             softcap=config.options.get("attn_logit_softcapping"),
             sinks=build.parameter("sinks", heads) if sinks else None,
         )
-        norm = WholeNorm if whole_norm else HeadNorm
+        norm = make_norm or (WholeNorm if whole_norm else HeadNorm)
         self._norm = norm(build, norm_offset) if qk_norm or whole_norm else None
         self._rotary = rotary
         self._layer_id = layer_id

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 import mlx.core as mx
 
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.core.errors import ConfigError
+from sglcore.models.layer_kinds import CompressedProjections
 from sglcore_mlx.layers.attention import AttentionLayer
+from sglcore_mlx.layers.compressed import CompressedAttention
+from sglcore_mlx.layers.hyper import HyperConnection, HyperHead
 from sglcore_mlx.layers.latent import LatentAttention
+from sglcore_mlx.layers.limited import GroupedLinear, LimitedExperts, LimitedMlp, SqrtSoftplusMoe
 from sglcore_mlx.layers.linear import Linear
 from sglcore_mlx.layers.mlp import GatedMlp, gelu, relu2
 from sglcore_mlx.layers.moe import (
@@ -94,6 +99,37 @@ class Build(Scope):
         token."""
         return LatentAttention(self, layer_id, rotary, latent, projections, output)
 
+    def compressed_attention(
+        self,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Rotary,
+        projections: CompressedProjections,
+    ) -> CompressedAttention:
+        """Implements `layer_kinds.Build.compressed_attention`: make attention over a sliding window
+        and compressed blocks."""
+        return CompressedAttention(self, layer_id, net, compression, rotary, projections)
+
+    def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
+        """Implements `layer_kinds.Build.grouped`: return a linear layer for each group of
+        inputs."""
+        return GroupedLinear(self, name, groups, inputs, outputs)
+
+    def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
+        """Implements `layer_kinds.Build.limited_mlp`: return a gated MLP with factors within
+        `limit`."""
+        return LimitedMlp(self.at(name), size, limit)
+
+    def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
+        """Implements `layer_kinds.Build.hyper_connection`: return the combination of `streams`
+        before a block, and the distribution of its result."""
+        return HyperConnection(self.at(name), streams, iters, eps)
+
+    def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
+        """Implements `layer_kinds.Build.hyper_head`: return the start and the end of `streams`."""
+        return HyperHead(self.at(name), streams, eps)
+
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Linear, output: Linear) -> GatedDeltaNet:
         """Implements `layer_kinds.Build.gated_delta_net`: return a layer with the gated delta rule.
         `state_id`: its number among the layers with recurrent states."""
@@ -121,14 +157,16 @@ class Build(Scope):
 
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
-    ) -> SparseMoe | LatentMoe:
+    ) -> SparseMoe | LatentMoe | SqrtSoftplusMoe:
         """Implements `layer_kinds.Build.experts`: return a mixture of experts with its router.
-        Raises `ConfigError` for limited experts, and for routers other than softmax, within groups
-        or not, and sigmoid."""
+        Raises `ConfigError` for limited experts with another router than sqrtsoftplus or a table,
+        and for these routers with other experts."""
         scope = self.at(name)
+        if spec.form == "limited" and routing.score in ("sqrtsoftplus", "table"):
+            return SqrtSoftplusMoe(scope, moe, routing, LimitedExperts(scope, moe, spec.parts, spec.limit))
         route = self._routing(scope, moe, routing)
         if spec.form == "limited":
-            raise self._refusal("limited experts")
+            raise self._refusal(f"limited experts with {routing.score} routing")
         if spec.form == "clamped":
             return SparseMoe(route, ClampedExperts(scope, moe, spec.alpha, spec.limit))
         if spec.form == "gated":

@@ -112,9 +112,13 @@ class GatedNorm:
         opened = wide * mx.sigmoid(wide)
         wide = x.astype(mx.float32) * opened if self._gate_first else x.astype(mx.float32)
         grouped = wide.reshape(tokens, width // (groups * size), groups, size)
-        normed = mx.fast.rms_norm(grouped, None, self._eps).astype(x.dtype)
+        normed = self._rms(grouped).astype(x.dtype)
         out = (self._weight * normed).reshape(tokens, width)
         return out if self._gate_first else (out * opened).astype(x.dtype)
+
+    def _rms(self, grouped: mx.array) -> mx.array:
+        """Return float32 [..., groups, size] divided by the root mean square of each group."""
+        return mx.fast.rms_norm(grouped, None, self._eps)
 
 
 class LayerNorm:

@@ -106,17 +106,25 @@ class Mamba2:
     """Mamba 2 (Dao and Gu 2024): a convolution, the selective scan, and a norm with the gate before
     it."""
 
-    def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
+    def __init__(
+        self,
+        build: Scope,
+        layer_id: int,
+        space: Mamba2Config,
+        projection: Rows,
+        output: Rows,
+        make_norm: Callable[..., GatedNorm] = GatedNorm,
+    ) -> None:
         """`projection` returns the gate, the convolution's input, and the time steps, concatenated;
         `output` maps the result to hidden states. `layer_id`: its number among the layers with
-        states."""
+        states. `make_norm` makes the norm, with the arguments of `GatedNorm`."""
         groups, each = space.groups, space.heads // space.groups
         self.layer_id, self._space, self._chunk = layer_id, space, build.kernels.chunk
         self._projection, self._output = projection, output
         self._conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)
         self._rate = _rate(build, space.heads)
         self._d, self._dt_bias = (build.parameter(name, space.heads, offset=0.0) for name in ("D", "dt_bias"))
-        self._norm = GatedNorm(build.at("norm"), groups, space.inner // groups, gate_first=True)
+        self._norm = make_norm(build.at("norm"), groups, space.inner // groups, gate_first=True)
         self.kept = (self._conv.tail, StateShape((groups, each, space.head_dim, space.width), mx.float32))
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:

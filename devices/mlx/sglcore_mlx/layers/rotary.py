@@ -38,6 +38,12 @@ class Rotary:
         self._factor = None if factor == 1.0 else mx.array([factor] * self._size + [1.0] * rest).astype(dtype)
         mx.eval(self._frequencies, self._periods, *(() if self._factor is None else (self._factor,)))
 
+    def angles(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Return cosines and sines float32 [N, rotary_dim / 2] of positions int32 [N], without the
+        embedding's factor."""
+        turned = positions.astype(mx.float32)[:, None] * self._frequencies
+        return mx.cos(turned), mx.sin(turned)
+
     def at(self, positions: mx.array) -> Rotate:
         """Return the function `rotate(heads [T, N, D], count)` for tokens at positions int32 [T]:
         it returns the first `count` heads, rotated, [T, count, D]."""

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.core.errors import CheckpointError
+from sglcore_mlx.layers.cut import Cut
 from sglcore_mlx.layers.quantization import Quantization
 
 FLOATS = ("F32", "F16", "BF16")
@@ -24,7 +25,19 @@ class Weights:
     their transposed convolutions).
     """
 
-    __slots__ = ("_arrays", "_entries", "_forms", "_kept", "_missing", "_views", "dtype", "has_offsets", "quantization")
+    __slots__ = (
+        "_arrays",
+        "_entries",
+        "_forms",
+        "_kept",
+        "_missing",
+        "_views",
+        "cuts",
+        "dtype",
+        "has_offsets",
+        "quantization",
+        "zeroed",
+    )
 
     def __init__(
         self,
@@ -36,6 +49,10 @@ class Weights:
         self.dtype = dtype
         self.quantization = quantization
         self.has_offsets = any(_is_turned(entry) for entry in entries.values())
+        self.cuts: dict[str, Cut] = {}
+        """This rank's part of tensors, by name; those without one are whole."""
+        self.zeroed: set[str] = set()
+        """Names of tensors that are zeros on this rank."""
         self._entries = dict(entries)
         self._arrays = dict(arrays)
         self._kept: list[mx.array] = []
@@ -63,6 +80,11 @@ class Weights:
         such as "U32". A missing one gives zeros, which `check` reports. Raises `CheckpointError`
         for another shape or type."""
         return self._take(name, shape, (dtype,))
+
+    def take_integers(self, name: str, *shape: int) -> mx.array:
+        """Take a tensor stored as I64 or I32 and return it, lazily. A missing one gives zeros,
+        which `check` reports. Raises `CheckpointError` for another shape or type."""
+        return self._take(name, shape, ("I64", "I32"))
 
     def keep(self, array: mx.array) -> mx.array:
         """Register an array as a weight of the model and return it: `read` evaluates it,
@@ -129,13 +151,16 @@ class Weights:
                 wanted=f"one of {', '.join(dtypes)}",
                 remedy="use the unquantised version of this model, or one that mlx_lm.convert made",
             )
-        if entry.shape != tuple(shape):
+        cut = self.cuts.get(name)
+        wanted = tuple(shape) if cut is None else cut.shape(shape, entry.shape)
+        if entry.shape != wanted:
             raise CheckpointError(
                 f"{entry.name!r} in {entry.file.name} has the shape {list(entry.shape)}",
-                wanted=f"{list(shape)} as config.json implies",
+                wanted=f"{list(wanted)} as config.json implies",
                 remedy="check that config.json belongs to these weights",
             )
-        return array
+        own = array if cut is None else cut.of(array, shape)
+        return mx.zeros_like(own) if name in self.zeroed else own
 
 
 def _is_turned(entry: Entry) -> bool:

@@ -12,6 +12,23 @@ from sglcore_mlx.forward_batch import Advance, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The compressed blocks of a layer (DeepSeek-V4): `ratio` tokens become one row. With `series`
+    2 a row also depends on the block before. `sizes`: elements of a row of the layer, and of a key
+    of its indexer, which chooses `top_k` blocks; without an indexer one size, and `top_k` 0."""
+
+    ratio: int
+    series: int
+    sizes: tuple[int, ...]
+    top_k: int = 0
+
+    @property
+    def span(self) -> int:
+        """The number of tokens on which a row depends."""
+        return self.ratio * self.series
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """The attention of one layer, as its model declares it: numbers of query heads and of KV heads,
     head size, sliding window (tokens that a query sees, itself included; None: all), scale, whether
@@ -44,6 +61,8 @@ class LayerShape:
     index_dim: int = 0
     """Elements of the indexer's key, which a cache entry has after its key. 0: the layer has no
     indexer of its own."""
+    blocks: BlockShape | None = None
+    """The compressed blocks that a query sees in addition to its sliding window. None: none."""
 
     @property
     def entry(self) -> tuple[int, int, int]:

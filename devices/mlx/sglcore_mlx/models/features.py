@@ -48,7 +48,8 @@ class FeatureModel:
         state: Any = layered.embed(batch)
         for layer in self._aux_layers:
             state = layered.run_layers(state, first, layer)
-            found.append(state.hidden if state.residual is None else state.hidden + state.residual)
+            own = state.hidden if state.residual is None else state.hidden + state.residual
+            found.append(own.reshape(own.shape[0], -1))
             first = layer
         hidden, before = layered.finish_both(layered.run_layers(state, first, layered.sliced_layers))
         return mx.concatenate([hidden, *found], axis=-1), before

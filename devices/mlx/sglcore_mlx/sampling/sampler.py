@@ -10,13 +10,21 @@ from functools import partial
 
 import mlx.core as mx
 
-from sglcore.sampling.noise import LIMIT
+from sglcore.sampling.noise import CONTENDERS, LIMIT, ONE, OWN, SPREAD
 from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.state import Exclusion, SampledTokens
 from sglcore_mlx.sampling.cutoffs import keep_min_p, keep_prefix
 from sglcore_mlx.sampling.logprobs import logprobs_of
 from sglcore_mlx.sampling.processors import apply_bias, apply_masks, apply_penalties
-from sglcore_mlx.sampling.race import RaceTables, draw_race, first_argmax, gaps_below_best, make_race_tables, row_keys
+from sglcore_mlx.sampling.race import (
+    RaceTables,
+    draw_race,
+    first_argmax,
+    gaps_below_best,
+    make_race_tables,
+    race_scores,
+    row_keys,
+)
 from sglcore_mlx.sampling.state import SamplingState, place_state
 from sglcore_mlx.sampling.xtc import left_out
 
@@ -67,6 +75,51 @@ class Sampler:
         if state.xtc is not None:
             logits = apply_xtc(logits, state.xtc, state, self.tables)
         return logits
+
+    def probabilities(self, logits: mx.array, state: SamplingState) -> mx.array:
+        """Return float32 [B, V]: the probability of each token after temperature and cut-offs,
+        under logits float [B, V] that `process` returned. A greedy row has 1 at its token. Bad rows
+        are zero."""
+        logits = logits.astype(mx.float32)
+        best = mx.max(logits, axis=-1)
+        gaps = candidate_gaps(logits, best, state, self.tables)
+        if state.needs.any_greedy:
+            others = (self.tables.ids != first_argmax(logits)[:, None]) & state.greedy[:, None]
+            gaps = mx.where(others, LIMIT, gaps)
+        gone = (gaps == LIMIT) | is_bad(best)[:, None]
+        weights = mx.where(gone, 0.0, mx.exp(gaps.astype(mx.float32) * (-1 / ONE)))
+        return weights / mx.maximum(weights.sum(axis=-1, keepdims=True), 1.0)
+
+    def draw_by_weight(self, weights: mx.array, seed_words: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Draw one token per row by weights float32 [B, V] of any sum. Returns tokens int32 [B],
+        and bool [B] for rows without any weight, which get token 0. The noise is keyed by
+        `positions` int32 [B] and seed words int32 [B, 2]."""
+        rows = {"positions": positions, "seed_words": seed_words}
+        rows |= {"scale": mx.full(positions.shape, float(ONE)), "greedy": mx.zeros(positions.shape, mx.bool_)}
+        return self._draw_of(SamplingNeeds(all_greedy=False, any_greedy=False))(mx.log(weights), rows)
+
+    def leaders(self, logits: mx.array, state: SamplingState, count: int) -> tuple[mx.array, mx.array]:
+        """Return the first `count` tokens of each row's race, int32 [B, count], and the logarithms
+        of the chances that another model with similar logits draws them, float32 [B, count] (-inf:
+        no candidate). logits float [B, V] as `process` returns them. A greedy row has no noise."""
+        logits = logits.astype(mx.float32)
+        if state.needs.any_greedy:
+            # A greedy row has no temperature: use 1.
+            state = replace(state, scale=mx.where(state.greedy, float(ONE), state.scale))
+        gaps = candidate_gaps(logits, mx.max(logits, axis=-1), state, self.tables)
+        scores = -gaps
+        if not state.needs.all_greedy:
+            keys = row_keys(seed_words=state.seed_words, positions=state.positions)
+            raced = race_scores(gaps, keys, self.tables.hashed_ids, self.tables.gumbel)
+            scores = mx.where(state.greedy[:, None], scores, raced) if state.needs.any_greedy else raced
+        nats, own = (mx.where(gaps >= LIMIT, -mx.inf, part.astype(mx.float32) / ONE) for part in (scores, -gaps))
+        most = min(max(count, CONTENDERS), self.vocab_size)
+        tokens = mx.argpartition(-nats, kth=most - 1, axis=-1)[:, :most]
+        order = mx.argsort(-mx.take_along_axis(nats, tokens, axis=-1), axis=-1)
+        tokens = mx.take_along_axis(tokens, order, axis=-1)
+        first, found = (mx.take_along_axis(part, tokens, axis=-1) for part in (nats, own))
+        chances = _chances(first, found - mx.logsumexp(own, axis=-1, keepdims=True))
+        return tokens[:, :count].astype(mx.int32), chances[:, :count]
 
     def _draw(self, logits: mx.array, state: SamplingState) -> tuple[mx.array, mx.array]:
         processed = self.process(logits, state)
@@ -121,6 +174,15 @@ def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, table
 def is_bad(best: mx.array) -> mx.array:
     """Return bool [B]: whether best float32 [B] is NaN or infinite."""
     return (best.view(mx.int32) & EXPONENT) == EXPONENT
+
+
+def _chances(nats: mx.array, own: mx.array) -> mx.array:
+    """Return float32 [B, c]: `sampler.chances`, from the scores of c contenders in descending order
+    and the logarithms of their probabilities."""
+    marks = OWN * own - SPREAD * mx.sqrt(nats[:, :1] - nats)
+    marks = mx.where(mx.isnan(marks), -mx.inf, marks)
+    shares = marks - mx.logsumexp(marks, axis=-1, keepdims=True)
+    return mx.where(mx.isnan(shares), -mx.inf, shares)
 
 
 def apply_xtc(logits: mx.array, xtc: Exclusion[mx.array], state: SamplingState, tables: RaceTables) -> mx.array:

@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from sglcore.checkpoint.checkpoint_files import read_json
-from sglcore.config.draft_kinds import DRAFT_TOKENS
+from sglcore.config.draft_kinds import DRAFT_TOKENS, IN_TREES, MTP
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger, Row
-from sglcore.models.drafts.draft_config import draft_folder, given_folder, kind_of, offered_head
+from sglcore.models.drafts.draft_config import draft_folder, given_folder, kind_of, next_token_heads, offered_head
 from sglcore.step.draft_length import lengths_of
+from sglcore.step.tree_shapes import TreeShape, tree_shape
 from sglcore.worker.model_worker import Limits
 
 DFLASH = "dflash"
@@ -32,17 +33,13 @@ GAPS: Mapping[str, str] = MappingProxyType({"frozen-mtp": _OTHER})
 BLOCK_SIZE = "block_size"
 """Key in the configuration of a draft that fills in blocks: tokens of a block, its root included.
 """
-COUPLED = "coupled"
-"""The acceptance rule: a draft token is accepted if it is the token that the model draws."""
-RULE_GAPS: Mapping[str, str] = MappingProxyType(
-    {
-        "rejection": "this device compares drawn tokens and keeps no draft probabilities",
-        "block": "this device compares drawn tokens and keeps no draft probabilities",
-    }
-)
-"""Acceptance rules of the core that this device does not support, and why."""
-
-TREE_GAP = "this device verifies one draft token per position, no draft trees"
+COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
+"""The acceptance rules. `coupled`: a draft token is accepted if it is the token that the model
+draws; the others keep the distribution only (`rejection.py`)."""
+RULES = (COUPLED, REJECTION, BLOCK)
+"""The supported acceptance rules."""
+ONLY_CHAINS = "these accept only chains"
+"""Why other rules than `coupled` take no draft trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,10 @@ class Speculation:
     lengths: tuple[int, ...]
     folder: Path | None = None
     is_tried: bool = False
+    tree: TreeShape | None = None
+    """Shape of draft trees. None: drafts are chains."""
+    rule: str = COUPLED
+    """The rule by which draft tokens are accepted."""
 
     @property
     def tokens(self) -> int:
@@ -63,7 +64,10 @@ class Speculation:
 
     @property
     def summary(self) -> str:
-        """The drafter and the numbers of draft tokens as text, for the ledger."""
+        """The drafter and the numbers of draft tokens as text, for the ledger; and a tree's
+        beams."""
+        if self.tree is not None:
+            return f"{self.kind}, trees of {self.tokens} tokens a step, {self.tree.width} beams {self.tree.depth} deep"
         fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
         return f"{self.kind}, {fewer}{self.tokens} tokens a step"
 
@@ -73,12 +77,26 @@ class Speculation:
         overlap."""
         return self.kind == SUFFIX
 
+    @property
+    def promise(self) -> str:
+        """How the text relates to the text without speculation."""
+        if self.rule == COUPLED:
+            return "the text is the same as without"
+        return f"with {self.rule}, the distribution of texts is the same, not each token"
+
+    def laws_bytes(self, requests: int, vocab_size: int) -> int:
+        """Return the bytes of the draft distributions of so many requests, float32; 0 if no rule
+        reads them, or if draft tokens are certain."""
+        return 0 if self.rule == COUPLED or self.folder is None else 4 * requests * self.tokens * vocab_size
+
     def limits_of(self, plain: Limits, lookahead: int = 0) -> Limits:
         """Return the limits of a worker with speculation, given those without. A step has decode
         requests or prompts, never both. `lookahead`: that of the drafter."""
         return replace(
             plain,
             draft_tokens=self.tokens,
+            # Near the end of a text, nodes of a tree need KV slots after it. Beams write none.
+            draft_cells=0 if self.tree is None else self.tokens,
             takes_proposals=self.from_host,
             lookahead=lookahead,
             keeps_history=True,
@@ -87,57 +105,67 @@ class Speculation:
         )
 
 
-PROMISE = "the text is the same as without"
-"""How the text relates to the text without speculation."""
-
-
 def without_speculation(limits: Limits) -> Limits:
     """Return the limits of the same worker without speculation."""
-    off = {"draft_tokens": 0, "takes_proposals": False, "lookahead": 0, "keeps_history": False}
+    off = {"draft_tokens": 0, "draft_cells": 0, "takes_proposals": False, "lookahead": 0, "keeps_history": False}
     return replace(limits, **off, allows_mixed_batches=True, can_overlap=True)
 
 
 class Described(Protocol):
-    """The part of a model that `check_model` reads: its configuration."""
+    """The part of a model that `check_model` reads: its configuration and layers."""
 
     config: Any
+    attention_layers: Any
+    state_layers: Any
 
 
 def choose_speculation(config: EngineConfig, folder: Path, ledger: DecisionLedger) -> Speculation | None:
     """Return what the configuration asks for, or, for "auto", the draft model that the checkpoint
     in `folder` brings; None without speculation. Records the decision, unless a trial follows;
-    reads no weights. Raises ConfigError, with the name, for a drafter, rule or draft tree that this
+    reads no weights. Raises ConfigError, with the name, for a drafter or draft tree that this
     device does not support, for `suffix` without a prefix cache, and for a draft model that is not
     there."""
-    _check_rule(config.speculative_verify)
     if config.speculative is not None:
         _check_kind(config.speculative)
-    if config.draft_width > 1 or config.draft_depth is not None:
-        asked = f"draft_width is {config.draft_width} and draft_depth {config.draft_depth}"
-        raise ConfigError(f"{asked}, but {TREE_GAP}", remedy="leave --draft-width and --draft-depth out")
     kind, why, is_tried = _kind(config, folder)
     if config.draft_model is not None and kind not in WITH_MODEL:
         found = f"a draft model is given, but speculative is {config.speculative!r}, which uses none"
         raise ConfigError(found, remedy="leave one of --draft-model and --speculative out")
     if kind == "off":
+        if config.draft_width > 1 and config.speculative != "auto":
+            asked = config.speculative or "not asked"
+            found = f"draft_width is {config.draft_width}, and speculative is {asked!r}, which drafts no tokens"
+            raise ConfigError(found, remedy=f"--speculative {', '.join(IN_TREES)}, or leave --draft-width out")
         remedy = "--speculative ngram, for texts that repeat themselves"
         ledger.record(Row("speculative", config.speculative or "not asked", "off", why, remedy))
         return None
     if kind == SUFFIX and not config.prefix_cache:
         found = "speculative is 'suffix', but the prefix cache is off, and draft tokens come from it"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
+    rule = config.speculative_verify
+    tree = tree_shape(config, kind, "" if rule == COUPLED else ONLY_CHAINS, writes_cells=True)
     where = draft_folder(config, folder, kind) if kind in WITH_MODEL else None
-    made = Speculation(kind, _lengths(config, kind, where), where, is_tried)
+    lengths = _lengths(config, kind, where, ledger) if tree is None else (tree.nodes - 1,)
+    made = Speculation(kind, lengths, where, is_tried, tree, rule)
     if not is_tried:
-        told = f"{why}; {PROMISE}"
+        told = f"{why}; {made.promise}"
         ledger.record(Row("speculative", config.speculative or "not asked", made.summary, told, "--speculative off"))
     return made
 
 
-def _lengths(config: EngineConfig, kind: str, folder: Path | None) -> tuple[int, ...]:
-    """Return the possible numbers of draft tokens; for a block, those that fit after its root.
-    Raises ConfigError if more were configured."""
-    lengths = lengths_of(config.draft_tokens, DRAFT_TOKENS)
+def _lengths(config: EngineConfig, kind: str, folder: Path | None, ledger: DecisionLedger) -> tuple[int, ...]:
+    """Return the possible numbers of draft tokens: for a block, those that fit after its root; for
+    several MTP layers, at most one for each, with a ledger row. Raises ConfigError if more were
+    configured."""
+    # Under a rule that keeps the distribution only, another number would change the text.
+    fixed = None if config.speculative_verify == COUPLED else DRAFT_TOKENS
+    lengths = lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
+    if kind == MTP and folder is not None and (heads := next_token_heads(folder, config)) > 1:
+        lengths = tuple(sorted({min(each, heads) for each in lengths}))
+        why = f"each of the draft's {heads} layers drafts one token per step"
+        asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
+        told = ", ".join(map(str, lengths))
+        ledger.record(Row("draft tokens", asked, told, why, "--draft-tokens 1, for the first layer alone"))
     if kind != DFLASH or folder is None:
         return lengths
     most = read_json(folder / "config.json").get(BLOCK_SIZE, 0) - 1
@@ -185,12 +213,18 @@ def check_model(speculation: Speculation | None, model: Described) -> None:
     found = f"speculative is {speculation.kind!r}, but"
     if model.config.is_encoder:
         raise ConfigError(f"{found} this model embeds: it drafts and samples no tokens", remedy="--speculative off")
+    if speculation.tree is not None:
+        check_trees(speculation.tree, "this model", model)
 
 
-def _check_rule(rule: str) -> None:
-    if rule in RULE_GAPS:
-        raise ConfigError(
-            f"speculative_verify is {rule!r}, but {RULE_GAPS[rule]}",
-            wanted=COUPLED,
-            remedy="leave --speculative-verify out, or use --device cpu",
-        )
+def check_trees(tree: TreeShape, what: str, model: Described) -> None:
+    """Raise ConfigError if a draft tree can not be verified or drafted by this model (`what`)."""
+    layers, reason = model.attention_layers, ""
+    if model.state_layers:
+        reason = "a state of each request, which can follow only one branch"
+    elif any(layer.sliding_window is not None for layer in layers):
+        reason = "sliding windows, which would count tokens of other branches of a tree"
+    elif any(layer.top_k for layer in layers):
+        reason = "an indexer, which selects tokens regardless of branches of a tree"
+    if reason:
+        raise ConfigError(f"draft_width is {tree.width}, but {what} has {reason}", remedy="--draft-width 1")

@@ -13,9 +13,9 @@ from sglcore.step.step_output import StepOutput
 from sglcore.worker.schedule_batch import ScheduleBatch
 from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.inputs import bucket, row_bucket
-from sglcore_mlx.speculative.drafter import Begun, ModelDrafter, Pages, PromptRows, Roots, VerifiedRows
-from sglcore_mlx.speculative.stepper import Forwarded, SpeculativeStepper
-from sglcore_mlx.speculative.verify import NONE, Runs, padded
+from sglcore_mlx.speculative.drafter import Begun, Draw, ModelDrafter, Pages, PromptRows, Roots, VerifiedRows
+from sglcore_mlx.speculative.stepper import SpeculativeStepper, Verified
+from sglcore_mlx.speculative.verify import NONE, padded
 
 
 class DraftStepper(SpeculativeStepper):
@@ -27,6 +27,8 @@ class DraftStepper(SpeculativeStepper):
         super().__init__(*given, **options)
         self.model_drafter = model_drafter
         self._more_rows = model_drafter.more_rows
+        self._drafts.kept = model_drafter.kept(self._drafts.lengths.shape[0])
+        mx.eval(self._drafts.kept)
 
     def _extend(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Run a prefill step, let the draft take in its tokens, and draft for the requests with a
@@ -58,10 +60,14 @@ class DraftStepper(SpeculativeStepper):
         pages = bucket(-(-int(lens.max(initial=1)) // self._table.page_size), self._table.rows.shape[1])
         page_table = self._table.rows[_widened(slots, size), :pages]
         own = mx.array(_widened(select(ends), size)), roots, mx.array(_widened(lens, size))
-        return PromptRows(batch, self._table, ids, following, hidden, *own, mx.array(page_table))
+        requests = mx.array(_widened(select(np.arange(batch.batch_size, dtype=np.int32)), size))
+        return PromptRows(
+            batch, self._table, ids, following, hidden, *own, mx.array(page_table), requests, self._drafts.kept
+        )
 
-    def _follow(self, found: Forwarded, drawn: mx.array, runs: Runs) -> None:
+    def _follow(self, made: Verified) -> None:
         """Let the draft take in the verified tokens, and draft after them."""
+        found, runs, drawn = made.found, made.runs, made.sampled.token_ids
         size, width = found.placed.ids.shape
         rows = VerifiedRows(
             found.fields,
@@ -72,26 +78,39 @@ class DraftStepper(SpeculativeStepper):
             padded(runs.roots, size),
             padded(runs.lengths, size),
             found.limits,
+            self._drafts.kept,
         )
         begun = self.model_drafter.take_in_verified(rows, self._state.draft_cells)
-        self._store(found.rows.slots, found.page_table, begun, runs.roots, rows.lengths, width)
+        self._store(found.rows.slots, found.page_table, begun, runs.roots, rows.lengths, made.width)
 
     def _store(
         self, slots: mx.array, page_table: mx.array, begun: Begun, roots: mx.array, lengths: mx.array, width: int
     ) -> None:
         """Draft, and store the draft tokens of the requests in slots int32[B]. The last sampling
         had `width` rows of each."""
-        wanted, table = self._counts.made, self._drafts.proposals
+        wanted, table, count = self._counts.made, self._drafts.proposals, slots.shape[0]
         table[slots] = NONE
-        if wanted and slots.shape[0]:
-            pages = Pages(self._state.draft_cells, page_table, self._table.page_size)
-            draw = self._sampling.drafting(width)
-            table[slots, :wanted] = self.model_drafter.propose(pages, begun, Roots(roots, lengths), wanted, draw)
+        if (not wanted or not count) and not self.model_drafter.always_runs:
+            return
+        pages = Pages(self._state.draft_cells, page_table, self._table.page_size)
+        draw = self._drawing(lengths[:count], width) if wanted and count else _draw_nothing
+        tokens = self.model_drafter.propose(pages, begun, Roots(roots, lengths), wanted, draw)
+        if wanted and count:
+            table[slots, :wanted] = tokens
+
+    def _drawing(self, lengths: mx.array, width: int) -> Draw:
+        """Return the function that draws draft tokens for requests with roots at lengths int32[B].
+        The last sampling had `width` rows of each."""
+        return self._sampling.drafting(width)
 
     def close(self) -> None:
         """As `Stepper.close`."""
         super().close()
         self.model_drafter.close()
+
+
+def _draw_nothing(logits: mx.array, positions: mx.array) -> mx.array:
+    raise AssertionError("no draft tokens are wanted")
 
 
 def _widened(values: NDArray[np.int32], size: int) -> NDArray[np.int32]:

@@ -8,14 +8,16 @@ arrays of the step (`attention/tail.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
 
-from sglcore.models.drafts.draft_config import STANDALONE
+from sglcore.step.batch_field import Axis, FieldSpec
 from sglcore.step.host_values import make_batch
+from sglcore.step.repeated_fields import continued, repeated
+from sglcore.step.tree_shapes import TreeShape
 from sglcore.worker.schedule_batch import ForwardMode, ScheduleBatch
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.tail import Gathered, TailAttention, gather
@@ -24,12 +26,19 @@ from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.load import LoadedModel
 from sglcore_mlx.pool import PageTable
 from sglcore_mlx.speculative.drafts import Draft
+from sglcore_mlx.speculative.trees import Beams, DraftTree, TreeRecords, parents_of, words_of
 from sglcore_mlx.speculative.verify import Placed, padded
 
 Draw: TypeAlias = Callable[[mx.array, mx.array], mx.array]
 """`draw(logits float32[B, V], positions int32[B]) -> int32[B]`: draw the tokens at these positions
 of their texts with the requests' own sampling."""
+Rank: TypeAlias = Callable[[mx.array, mx.array, int], tuple[mx.array, mx.array]]
+"""`rank(logits float32[B * b, V], positions int32[B], count)`: return the leading candidates of
+such a draw for each of b rows of each request, int32[B * b, count], and the logarithms of their
+estimated acceptance probabilities, float32."""
 Cells: TypeAlias = list[mx.array]
+Fields: TypeAlias = dict[str, mx.array]
+"""Values of declared fields by (dotted) name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ class VerifiedRows:
     """int32[P]: the number of valid KV slots of the target."""
     limits: mx.array
     """int32[P]: KV slots in the pages of each request."""
+    kept: list[mx.array]
+    """What the drafter keeps by request slot, replaced in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +98,22 @@ class PromptRows:
     """int32[P]: the number of valid KV slots of the target."""
     page_table: mx.array
     """int32[P, n]: the pages of each request that drew one."""
+    requests: mx.array
+    """int32[P]: the requests of the batch that drew one."""
+    kept: list[mx.array]
+    """What the drafter keeps by request slot, replaced in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """Where P requests begin to draft. `hidden` [P, H]: the draft's output after each root, the
     last token that was drawn; None: the root was not run yet. `lens` int32[P]: the number of valid
-    KV entries of the draft."""
+    KV entries of the draft. `fields`: by name, the declared fields that draft tokens have from
+    their request, one entry for each."""
 
     hidden: mx.array | None
     lens: mx.array
+    fields: Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +141,11 @@ class Roots:
 class ModelDrafter(ABC):
     """Runs a draft model. Holds constants and compiled functions only. No method waits."""
 
-    lookahead: ClassVar[int] = 0
-    """Distance from the position of a KV entry to the position of the token in it."""
+    lookahead: int = 0
+    """Distance from the position of a KV entry to the position of the token in it; with several
+    layers, of the last one's."""
+    always_runs: ClassVar[bool] = False
+    """`propose` also runs if no draft tokens are wanted, or for no request."""
     more_rows: ClassVar[int] = 0
     """Tokens of a request that the draft's forward has in addition to those of the target's."""
 
@@ -134,8 +154,14 @@ class ModelDrafter(ABC):
         self._forward = DecodeForward(self.taking_in(), parts.attention, parts.batch_type)
         self._take_in: Callable[..., tuple[mx.array, Cells]] = self.take_in
         self._step: Callable[..., tuple[mx.array, mx.array, list[mx.array]]] = self.step
+        self._beams: Callable[..., tuple[mx.array, mx.array, list[mx.array]]] = self.beams
         if parts.compiles:
             self._take_in, self._step = mx.compile(self.take_in), mx.compile(self.step)
+            self._beams = mx.compile(self.beams)
+
+    def kept(self, slots: int) -> list[mx.array]:
+        """Return what the drafter keeps by request slot, for `slots` slots. Waits for nothing."""
+        return []
 
     def taking_in(self) -> Any:
         """Return the model that takes in tokens: the draft, or what only stores its KV entries."""
@@ -163,36 +189,72 @@ class ModelDrafter(ABC):
         out, cells, _ = self._forward.hidden({**fields, **given}, page_table, cells, [])
         return out, cells
 
-    def take_in_chunks(self, rows: PromptRows, cells: Cells, **given: mx.array) -> mx.array:
+    def take_in_chunks(self, rows: PromptRows, cells: Cells, **given: mx.array) -> tuple[mx.array, Fields]:
         """Run the tokens of prompts, with `given` values of fields, `input_ids` among them; return
-        hidden states [T, H]."""
+        hidden states [T, H], and the fields of `Begun`."""
         own = self._parts.attention, self.model.layers, rows.batch, rows.table, cells, []
-        return self._forward.model(extend_inputs(*own, self._parts.batch_type, **given).forward)
+        batch = extend_inputs(*own, self._parts.batch_type, (), **given).forward
+        return self._forward.model(batch), fields_of_prompts(batch, rows)
 
     def step(
-        self, ids: mx.array, features: list[mx.array], lens: mx.array, cells: Cells, tails: list[mx.array]
+        self,
+        ids: mx.array,
+        features: list[mx.array],
+        lens: mx.array,
+        cells: Cells,
+        tails: list[mx.array],
+        fields: Fields,
     ) -> tuple[mx.array, mx.array, list[mx.array]]:
         """Run W tokens of each request, ids int32[P, W], after its `lens` KV entries in `cells` and
-        its earlier draft tokens in `tails`, as in `TailAttention`.
+        its earlier draft tokens in `tails`, as in `TailAttention`; each has its request's `fields`.
 
         `features`: of the tokens before, [P * W, H], in a list that is empty for a draft that reads
         none. Return logits float32 [P * W, V], hidden states and the new tails."""
-        attention = TailAttention(self.model.layers, Gathered(cells, lens), tails)
-        first = tails[0].shape[1] if tails else 0
-        places = mx.arange(first, first + ids.shape[1], dtype=mx.int32)[None]
-        hidden = self.model(self._batch(attention, ids.reshape(-1), (lens[:, None] + places).reshape(-1), features))
-        return self.model.logits(hidden), hidden, attention.tails
+        positions = self._places(lens, tails, ids.shape[1])
+        return self._run(ids, {"positions": positions}, features, Gathered(cells, lens), tails, fields)
 
-    def _batch(
-        self, attention: TailAttention, ids: mx.array, positions: mx.array, features: list[mx.array]
-    ) -> ForwardBatch:
-        """Return the inputs of a forward over ids int32[T] at these positions, which writes nothing
-        to the KV cache."""
-        rows, nothing = ids.shape[0], mx.zeros_like(ids)
-        own: dict[str, Any] = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows}
-        own |= {"req_pool_indices": nothing, "out_cache_loc": nothing, "seq_lens": positions + 1}
-        own |= {"input_ids": ids, "positions": positions, "features": features[0] if features else None}
-        return make_batch(self._parts.batch_type, {**own, "attend": attention.attend})
+    def beams(
+        self,
+        ids: mx.array,
+        features: list[mx.array],
+        lens: mx.array,
+        cells: Cells,
+        tails: list[mx.array],
+        fields: Fields,
+        positions: mx.array,
+        visible: mx.array,
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """As `step`, for W beams of each request at the same `positions` int32[P]; visible int32[P,
+        W] as in `ForwardInputs`, where `tails` count as KV slots after those in `cells`."""
+        seq_lens = self._places(lens, tails, ids.shape[1]) + 1
+        own = {"positions": mx.repeat(positions, ids.shape[1]), "seq_lens": seq_lens, "visible": visible.reshape(-1)}
+        return self._run(ids, own, features, Gathered(cells, lens), tails, fields)
+
+    def _places(self, lens: mx.array, tails: list[mx.array], width: int) -> mx.array:
+        """Return int32[P * width]: the next places after each request's entries and `tails`."""
+        first = tails[0].shape[1] if tails else 0
+        return (lens[:, None] + mx.arange(first, first + width, dtype=mx.int32)[None]).reshape(-1)
+
+    def _run(
+        self,
+        ids: mx.array,
+        placed: Fields,
+        features: list[mx.array],
+        gathered: Gathered,
+        tails: list[mx.array],
+        fields: Fields,
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """Run ids int32[P, W] with the fields `placed` of each token, and the `fields` of each
+        request. Writes nothing to the KV cache. Return what `step` does."""
+        width, ids = ids.shape[1], ids.reshape(-1)
+        own: dict[str, Any] = {"forward_mode": ForwardMode.DECODE, "batch_size": len(ids), "num_tokens": len(ids)}
+        own |= {name: each if width == 1 else mx.repeat(each, width, axis=-1) for name, each in fields.items()}
+        own |= {"input_ids": ids, "out_cache_loc": mx.zeros_like(ids), "features": features[0] if features else None}
+        batch = make_batch(self._parts.batch_type, {**own, "seq_lens": placed["positions"] + 1, **placed})
+        attention = TailAttention(batch, self.model.layers, gathered, tails)
+        batch.attend = attention.attend
+        hidden = self.model(batch)
+        return self.model.logits(hidden), hidden, attention.tails
 
     def project(self, hidden: mx.array) -> mx.array:
         """Return the draft's features [T, H'] of the target's output [T, H + F]."""
@@ -200,7 +262,7 @@ class ModelDrafter(ABC):
 
     def close(self) -> None:
         """Release compiled functions."""
-        del self._take_in, self._step
+        del self._take_in, self._step, self._beams
 
 
 class ChainDrafter(ModelDrafter):
@@ -215,10 +277,34 @@ class ChainDrafter(ModelDrafter):
             if found or logits is None:
                 fed = [] if hidden is None or not self.lookahead else [hidden]
                 given = padded(ids, root.lengths.shape[0])[:, None], fed, gathered.lens, gathered.cells, tails
-                logits, hidden, tails = self._step(*given)
+                logits, hidden, tails = self._step(*given, begun.fields)
             ids = draw(logits[:count], root.lengths[:count] + depth)
             found.append(ids)
         return mx.stack(found, axis=1)
+
+    def grow(self, pages: Pages, begun: Begun, root: Roots, shape: TreeShape, rank: Rank) -> DraftTree:
+        """Return a draft tree for each root: beams see their own branch of the tails."""
+        gathered, count, size = pages.gathered(begun.lens), root.ids.shape[0], root.lengths.shape[0]
+        hidden, tails, records, beams = begun.hidden, list[mx.array](), TreeRecords(shape), None
+        places, width, seen = begun.lens, shape.width, mx.zeros((size, shape.width), mx.uint32)
+        if hidden is None:
+            ids = padded(root.ids, size)[:, None]
+            logits, hidden, tails = self._step(ids, [], gathered.lens, gathered.cells, tails, begun.fields)
+            places = places + 1
+        else:
+            logits = self.model.logits(hidden)
+        for depth in range(1, shape.depth + 1):
+            if beams is not None:
+                first = (depth - 2) * width
+                own = mx.array(1, mx.uint32) << mx.arange(first, first + width, dtype=mx.uint32)
+                seen = mx.take_along_axis(seen, beams.origins, axis=1) | own
+                fed = [parents_of(hidden, beams, depth)] if self.lookahead else []
+                given = beams.tokens, fed, gathered.lens, gathered.cells, tails, begun.fields
+                logits, hidden, tails = self._beams(*given, places + (depth - 2), words_of(seen, first))
+            each = 1 if beams is None else width
+            found = records.expand(*rank(logits[: count * each], root.lengths[:count] + depth, width))
+            beams = Beams(*(padded(part, size) for part in found))
+        return records.build()
 
 
 class FeatureDrafter(ChainDrafter):
@@ -230,14 +316,15 @@ class FeatureDrafter(ChainDrafter):
     def take_in_prompts(self, rows: PromptRows, cells: Cells) -> Begun:
         """Implements `ModelDrafter.take_in_prompts`."""
         given = {"input_ids": rows.following, "features": self.project(rows.hidden)}
-        return Begun(self.take_in_chunks(rows, cells, **given)[rows.ends], rows.lengths)
+        hidden, fields = self.take_in_chunks(rows, cells, **given)
+        return Begun(hidden[rows.ends], rows.lengths, fields)
 
     def take_in_verified(self, rows: VerifiedRows, cells: Cells) -> Begun:
         """Implements `ModelDrafter.take_in_verified`."""
         fields, width = {**rows.fields, "input_ids": rows.drawn.reshape(-1)}, rows.drawn.shape[1]
         hidden, cells[:] = self._take_in(fields, rows.page_table, cells, [rows.hidden])
         select = mx.arange(rows.drawn.shape[0], dtype=mx.int32) * width + rows.accepted
-        return Begun(hidden[select], rows.lengths)
+        return Begun(hidden[select], rows.lengths, fields_of_verified(self._parts.batch_type, rows))
 
 
 class StandaloneDrafter(ChainDrafter):
@@ -248,17 +335,17 @@ class StandaloneDrafter(ChainDrafter):
 
     def take_in_prompts(self, rows: PromptRows, cells: Cells) -> Begun:
         """Implements `ModelDrafter.take_in_prompts`."""
-        self.take_in_chunks(rows, cells, input_ids=rows.ids)
-        return Begun(None, rows.lengths)
+        _, fields = self.take_in_chunks(rows, cells, input_ids=rows.ids)
+        return Begun(None, rows.lengths, fields)
 
     def take_in_verified(self, rows: VerifiedRows, cells: Cells) -> Begun:
         """Implements `ModelDrafter.take_in_verified`."""
-        fields = self._with_roots(rows)
+        own, width = fields_of_verified(self._parts.batch_type, rows), rows.drawn.shape[1] + 1
+        fields = {name: mx.repeat(each, width, axis=-1) for name, each in own.items()} | self._with_roots(rows)
         hidden, cells[:] = self._take_in(fields, rows.page_table, cells, [])
-        width = rows.drawn.shape[1] + 1
-        return Begun(hidden[width - 1 :: width], rows.lengths + 1)
+        return Begun(hidden[width - 1 :: width], rows.lengths + 1, own)
 
-    def _with_roots(self, rows: VerifiedRows) -> dict[str, mx.array]:
+    def _with_roots(self, rows: VerifiedRows) -> Fields:
         """Return the fields of the accepted tokens of each request, followed by its root."""
         shape, ends = rows.drawn.shape, rows.lengths[:, None]
         ids, positions, owners = (
@@ -270,13 +357,7 @@ class StandaloneDrafter(ChainDrafter):
         )  # fmt: skip
         ids = mx.concatenate([ids, rows.roots[:, None]], axis=1)
         placed = Placed(ids, mx.where(usable, positions, 0), mx.where(usable, slots, 0))
-        return {
-            "req_pool_indices": placed.owners.reshape(-1),
-            "seq_lens": placed.lengths,
-            "positions": placed.positions.reshape(-1),
-            "input_ids": placed.ids.reshape(-1),
-            "out_cache_loc": placed.cells(rows.page_table, self._parts.page_size),
-        }
+        return placed.fields(rows.page_table, self._parts.page_size)
 
 
 class BlockDrafter(ModelDrafter):
@@ -289,13 +370,13 @@ class BlockDrafter(ModelDrafter):
 
     def take_in_prompts(self, rows: PromptRows, cells: Cells) -> Begun:
         """Implements `ModelDrafter.take_in_prompts`."""
-        self.take_in_chunks(rows, cells, input_ids=rows.ids, features=self.project(rows.hidden))
-        return Begun(None, rows.lengths)
+        _, fields = self.take_in_chunks(rows, cells, input_ids=rows.ids, features=self.project(rows.hidden))
+        return Begun(None, rows.lengths, fields)
 
     def take_in_verified(self, rows: VerifiedRows, cells: Cells) -> Begun:
         """Implements `ModelDrafter.take_in_verified`."""
         _, cells[:] = self._take_in(rows.fields, rows.page_table, cells, [rows.hidden])
-        return Begun(None, rows.lengths)
+        return Begun(None, rows.lengths, fields_of_verified(self._parts.batch_type, rows))
 
     def propose(self, pages: Pages, begun: Begun, root: Roots, wanted: int, draw: Draw) -> mx.array:
         """Implements `ModelDrafter.propose`."""
@@ -303,7 +384,7 @@ class BlockDrafter(ModelDrafter):
         rows = root.lengths.shape[0]
         masks = mx.full((rows, model.block_size - 1), model.mask_token_id, mx.int32)
         ids = mx.concatenate([padded(root.ids, rows)[:, None], masks], axis=1)
-        logits, _, _ = self._step(ids, [], gathered.lens, gathered.cells, [])
+        logits, _, _ = self._step(ids, [], gathered.lens, gathered.cells, [], begun.fields)
         each = logits.reshape(rows, model.block_size, -1)[:count]
         drawn = [draw(each[:, depth], root.lengths[:count] + depth) for depth in range(1, wanted + 1)]
         return mx.stack(drawn, axis=1)
@@ -323,7 +404,26 @@ class Injection:
         return batch.features
 
 
-def drafter_type(draft: Draft) -> type[ModelDrafter]:
-    """Return the drafter of a draft's kind."""
-    kinds: Mapping[str, type[ModelDrafter]] = {STANDALONE: StandaloneDrafter, "dflash": BlockDrafter}
-    return kinds.get(draft.kind, FeatureDrafter)
+def fields_of_prompts(batch: ForwardBatch, rows: PromptRows) -> Fields:
+    """Return the fields of `Begun` after a forward over prompts: those of each request that drew a
+    token, at its last token; padded as declared."""
+    is_real = mx.arange(rows.requests.shape[0]) < rows.roots.shape[0]
+
+    def take(spec: FieldSpec, value: mx.array) -> mx.array:
+        places = rows.ends if spec.axis is Axis.TOKENS else rows.requests
+        own = mx.take(value, places, axis=spec.dim)
+        return mx.where(is_real, own, mx.array(spec.padding.value, own.dtype))
+
+    slots = mx.where(is_real, batch.req_pool_indices[rows.requests], 0)
+    return dict(continued(batch, take)) | {"req_pool_indices": slots}
+
+
+def fields_of_verified(batch_type: type[ForwardBatch], rows: VerifiedRows) -> Fields:
+    """Return the fields of `Begun` after a verification: those of the first token of each
+    request."""
+    names = [spec.name for spec in repeated(batch_type)]
+    return {
+        name: rows.fields[name][..., :: rows.drawn.shape[1]]
+        for name in ("req_pool_indices", *names)
+        if name in rows.fields
+    }

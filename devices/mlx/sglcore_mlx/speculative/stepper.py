@@ -7,15 +7,16 @@ is the same as without speculation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.hidden_rows import hidden_rows
-from sglcore.step.sampling_arrays import NO_INPUTS
+from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.hidden_rows import HiddenRows, hidden_rows
+from sglcore.step.sampling_arrays import NO_INPUTS, SamplingInputs
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.step_output import StepOutput
 from sglcore.step.verification_rows import WideRows, most_lens, wide_rows, widen
@@ -27,7 +28,7 @@ from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.speculative.ngram import propose
 from sglcore_mlx.speculative.verify import NONE, Drafts, Placed, Runs, accept, make_drafts, padded, place
-from sglcore_mlx.stepper import Captured, Launched, Stepper, hidden_arrays
+from sglcore_mlx.stepper import Launched, Stepper, hidden_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
 """`drafter(known int32[R, M], last int32[R], tokens) -> int32[R, tokens]`, as `ngram.propose`."""
 
 
-Verify: TypeAlias = Callable[..., tuple[list[mx.array], list[mx.array], list[list[mx.array]]]]
+Verify: TypeAlias = Callable[..., tuple[list[mx.array], list[mx.array], list[list[mx.array]], list[mx.array]]]
 """A `DecodeForward.rows_to_verify`, perhaps compiled."""
 
 
@@ -86,13 +87,33 @@ class Forwarded:
     """The recurrent states before the tokens, by layer."""
     inputs: list[list[mx.array]]
     """The inputs of each layer's recurrence."""
-    captured: Captured | None
-    """The requested hidden states."""
+    before: mx.array | None
+    """[P * N, H]: the hidden states before the last norm, if requested."""
+    wanted: HiddenRows | None
+    """The rows of hidden states to return. None: none are requested."""
+    entries: list[mx.array]
+    """The KV entries of the tokens, [P * N, *entry] by layer, if they are kept."""
 
     @property
-    def lengths(self) -> mx.array:
-        """int32[B * N]: the number of tokens that each token sees, including itself."""
-        return self.placed.first(self.rows.count).lengths
+    def ends(self) -> mx.array:
+        """int32[B * N]: the position in its text of the token after each token."""
+        return self.placed.first(self.rows.count).ends
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The result of a verification, as chains with the same number of tokens for each request."""
+
+    found: Forwarded
+    """The forward, reduced to the tokens of the chains; its logits are still all."""
+    plan: RowPlan
+    """The rows of the chains, which emit."""
+    sampled: SampledTokens[mx.array]
+    """The token after each token of B requests."""
+    runs: Runs
+    """What was accepted."""
+    width: int
+    """The number of tokens of each request in the sampling."""
 
 
 class SpeculativeStepper(Stepper):
@@ -160,14 +181,27 @@ class SpeculativeStepper(Stepper):
         inputs = NO_INPUTS if is_steady else self._sampling.inputs(many, wide.plan)
         arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
         found = self._run(batch, width)
-        rows = found.rows
-        sampled = self._sampling.verify(many, wide.plan, found.logits, inputs, arrived, self._state, found.lengths)
-        runs = self._accept(sampled, rows, found.placed.first(rows.count))
+        made = self._decide(many, wide.plan, found, inputs, arrived)
+        found, runs = made.found, made.runs
         self._advance(batch, found, runs)
-        self._follow(found, sampled.token_ids, runs)
-        drafts = self._told(batch, rows.slots)
-        counts = runs.accepted, runs.proposed
-        return StepOutput(wide.plan, found.path, sampled, runs=counts, drafts=drafts, hidden=found.captured)
+        self._follow(made)
+        drafts = self._told(batch, found.rows.slots)
+        counts, captured = (runs.accepted, runs.proposed), self._read_back(found.wanted, found.hidden, found.before)
+        return StepOutput(made.plan, found.path, made.sampled, runs=counts, drafts=drafts, hidden=captured)
+
+    def _decide(
+        self,
+        batch: ScheduleBatch,
+        plan: RowPlan,
+        found: Forwarded,
+        inputs: SamplingInputs,
+        arrived: Mapping[str, mx.array],
+    ) -> Verified:
+        """Sample after each token, and accept draft tokens. `batch`, `plan`, `inputs` and `arrived`
+        are of the sampling, with one row for each token."""
+        sampled = self._sampling.verify(batch, plan, found.logits, inputs, arrived, self._state, found.ends)
+        runs = self._accept(sampled, found.rows, found.placed.first(found.rows.count))
+        return Verified(found, plan, sampled, runs, found.placed.ids.shape[1])
 
     def _advance(self, batch: ScheduleBatch, found: Forwarded, runs: Runs) -> None:
         """Advance the recurrent states by the accepted tokens."""
@@ -175,9 +209,19 @@ class SpeculativeStepper(Stepper):
             lens = padded(runs.accepted + 1, found.placed.ids.shape[0])
             self._state.states.leave(batch, self._advanced(found.states, found.inputs, lens))
 
-    def _follow(self, found: Forwarded, drawn: mx.array, runs: Runs) -> None:
-        """Draft after a verification, in which drawn int32[B * N] were drawn."""
-        self._propose(found.rows.slots, runs.lengths, runs.roots, found.rows.most)
+    def _follow(self, made: Verified) -> None:
+        """Draft after a verification."""
+        rows = made.found.rows
+        self._propose(rows.slots, made.runs.lengths, made.runs.roots, rows.most)
+
+    def _steps_of(self, width: int) -> int:
+        """Return the tokens of each request in a `Verified`, where a step has `width`."""
+        return width
+
+    def _more_fields(self, placed: Placed, slots: mx.array) -> dict[str, mx.array]:
+        """Return further fields of a verification of these tokens, of the request slots
+        int32[P]."""
+        return {}
 
     def _verify_for(self, num_hidden: int) -> Verify:
         """As `_decode_for`, for several tokens of each request; it returns hidden states after the
@@ -191,7 +235,8 @@ class SpeculativeStepper(Stepper):
     def _run(self, batch: ScheduleBatch, width: int) -> Forwarded:
         """Run the target over `width` tokens of each request. Writes the tokens to the history
         before anything reads it, so that MLX writes in place."""
-        count, state, table, wanted = batch.batch_size, self._state, self._table, hidden_rows(batch, width)
+        count, state, table = batch.batch_size, self._state, self._table
+        wanted = hidden_rows(batch, self._steps_of(width))
         verify = self._verify_for(hidden_arrays(batch, wanted))
         most = int(most_lens(batch, width + self._more_rows).max())
         pages = bucket(-(-most // table.page_size), table.rows.shape[1])
@@ -203,15 +248,10 @@ class SpeculativeStepper(Stepper):
         placed = self._place(slots, limits, None if given.nodes is None else mx.array(given.nodes), width)
         state.made_history[placed.owners, placed.positions] = placed.ids
         fields = {name: mx.array(values) for name, values in given.fields.items()}
-        fields |= {
-            "req_pool_indices": placed.owners.reshape(-1),
-            "seq_lens": placed.lengths,
-            "positions": placed.positions.reshape(-1),
-            "input_ids": placed.ids.reshape(-1),
-            "out_cache_loc": placed.cells(page_table, table.page_size),
-        }
+        fields |= placed.fields(page_table, table.page_size) | self._more_fields(placed, slots)
         states = state.states.take(batch, size)
-        (logits, hidden, *before), state.cells, inputs = verify(fields, page_table, state.cells, states)
+        outputs, state.cells, inputs, entries = verify(fields, page_table, state.cells, states, state.take_moved())
+        logits, hidden, *before = outputs
         path = f"compiled:{size}x{width}" if self._compiles else "eager"
         rows = Rows(slots[:count], limits[:count], most)
         return Forwarded(
@@ -225,7 +265,9 @@ class SpeculativeStepper(Stepper):
             path,
             states,
             inputs,
-            self._read_back(wanted, hidden, *before),
+            before[0] if before else None,
+            wanted,
+            entries,
         )
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:

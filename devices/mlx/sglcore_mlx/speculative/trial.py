@@ -12,7 +12,7 @@ from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.residency import Residency
-from sglcore_mlx.speculative.choice import PROMISE, Speculation, without_speculation
+from sglcore_mlx.speculative.choice import Speculation, without_speculation
 from sglcore_mlx.stepper import Stepper, StepperOptions
 from sglcore_mlx.thread import StreamThread
 from sglcore_mlx.worker import MlxWorker
@@ -39,12 +39,12 @@ def trial(
 
     def leave() -> None:
         pools.drafts = pools.history = None
-        pools.draft_cells = []
+        pools.draft_cells, pools.moved = [], []
 
     limits = without_speculation(worker.limits)
     given = stream_thread.call(make), stream_thread.share(), limits, residency.close
     plain: MlxWorker = resolve(package.worker, package.name)(*given)
     first = model.config.words.get("bos_token_id")
     prompt = np.array([first if isinstance(first, int) else 0], dtype=np.int32)
-    summary = f"{speculation.summary}; {PROMISE}"
+    summary = f"{speculation.summary}; {speculation.promise}"
     return Trial(summary, worker, plain, prompt, lambda: stream_thread.call(leave))

@@ -6,7 +6,7 @@ and the draft tokens after it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -18,10 +18,20 @@ NONE = -1
 class Drafts:
     """Tables by request slot, lazy arrays that one step hands to the next. `lengths` int32[slots +
     1]: number of valid KV slots; `proposals` int32[slots + 1, k]: draft tokens after the last
-    token, NONE after the last draft token."""
+    token, NONE after the last draft token; `trees` int32[slots + 1, 4, k + 1]: the table of each
+    draft tree, as `trees.tables_of` (None: draft tokens are chains). `laws`: the distributions of
+    draft tokens, if an acceptance rule reads them; `kept`: what a drafter keeps by request
+    slot."""
 
     lengths: mx.array
     proposals: mx.array
+    trees: mx.array | None = None
+    laws: list[mx.array] = field(default_factory=list)
+    kept: list[mx.array] = field(default_factory=list)
+
+    def arrays(self) -> list[mx.array]:
+        """Return all tables."""
+        return [self.lengths, self.proposals, *self.laws, *self.kept, *(() if self.trees is None else (self.trees,))]
 
 
 def make_drafts(max_requests: int, tokens: int) -> Drafts:
@@ -33,22 +43,35 @@ def make_drafts(max_requests: int, tokens: int) -> Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """N tokens of each of B requests, int32 [B, N] each: `ids`, `positions`, and request slots
-    `owners`. A token that is not verified (without a KV slot, or without a mask that it needs) has
-    position 0 and owner 0."""
+    """N tokens of each of B requests, int32 [B, N] each: `ids`, `positions` in their text, request
+    slots `owners`, and `places`, the index of each token's KV slot in its request (None: its
+    position). A token that is not verified (without a KV slot, or without a mask that it needs) has
+    position 0, place 0 and owner 0."""
 
     ids: mx.array
     positions: mx.array
     owners: mx.array
+    places: mx.array | None = None
+
+    @property
+    def slot_places(self) -> mx.array:
+        """`places`, or positions if these are the same."""
+        return self.positions if self.places is None else self.places
 
     @property
     def lengths(self) -> mx.array:
-        """The number of tokens that each token sees, including itself: int32 [B * N]."""
+        """The number of KV slots up to that of each token, included: int32 [B * N]."""
+        return self.slot_places.reshape(-1) + 1
+
+    @property
+    def ends(self) -> mx.array:
+        """The position in its text of the token after each token: int32 [B * N]."""
         return self.positions.reshape(-1) + 1
 
     def first(self, count: int) -> Placed:
         """Return the tokens of the first `count` requests, without padding."""
-        return Placed(self.ids[:count], self.positions[:count], self.owners[:count])
+        places = None if self.places is None else self.places[:count]
+        return Placed(self.ids[:count], self.positions[:count], self.owners[:count], places)
 
     @property
     def is_usable(self) -> mx.array:
@@ -58,9 +81,20 @@ class Placed:
     def cells(self, page_table: mx.array, page_size: int) -> mx.array:
         """Return int32 [B * N]: the KV slots of the tokens, by page_table int32 [B, n]; 0 for
         tokens that can not be verified."""
-        pages = mx.take_along_axis(page_table, self.positions // page_size, axis=1)
-        cells = pages * page_size + self.positions % page_size
+        places = self.slot_places
+        pages = mx.take_along_axis(page_table, places // page_size, axis=1)
+        cells = pages * page_size + places % page_size
         return mx.where(self.is_usable, cells, 0).reshape(-1)
+
+    def fields(self, page_table: mx.array, page_size: int) -> dict[str, mx.array]:
+        """Return the fields of a decode batch in which each token is a row, by name."""
+        return {
+            "req_pool_indices": self.owners.reshape(-1),
+            "seq_lens": self.lengths,
+            "positions": self.positions.reshape(-1),
+            "input_ids": self.ids.reshape(-1),
+            "out_cache_loc": self.cells(page_table, page_size),
+        }
 
 
 def place(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec
-from sglcore.layers.rank_part import Range
-from sglcore.runtime.kernels.mxfp4 import GROUP
+from sglcore.checkpoint.tensor_parallel import Range
 
+GROUP = 32
+"""Elements of a row with one scale in MXFP4 (OCP Microscaling Formats 1.0)."""
 CutTensor = Callable[..., None]
 """`cut(name, whole, *ranges, dim=0)`: this rank has these ranges of one dimension of a tensor below
 the block's scope."""
