@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.config.draft_kinds import DRAFT_KINDS, IN_TREES, sources_text
+from sglcore.config.kv_memory import KV_MEMORY, KV_MEMORY_HELP
 from sglcore.config.server_config import ServerConfig, read_keys
 from sglcore.config.settings import PREFIX, check_values, memory_bytes, resolve, setting
 
@@ -187,6 +188,7 @@ class EngineConfig:
         is_memory=True,
         least=0,
     )
+    kv_memory: str = setting("auto", KV_MEMORY_HELP, choices=KV_MEMORY)
     kv_cache_dtype: str = setting(
         "auto",
         "Data type of the KV cache: auto (default: the model's), fp8 (an error on models without latent attention),"

@@ -18,7 +18,7 @@ from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
-from sglcore.worker.model_worker import Limits, TokenLogprobs
+from sglcore.worker.model_worker import Limits, TokenLogprobs, least_shared_pages, most_window_pages
 
 SHOWN = 4
 """Number of alternative tokens to compare by log-probability, in addition to the chosen token."""
@@ -72,7 +72,7 @@ class Drive:
     """The seed of the order in which pages are handed out. None: the usual order."""
     pages: int | None = None
     """Number of KV pages that the scheduler may use; the device's own number is the upper bound.
-    None: all."""
+    Where window pages share their memory, the window pages of one request are added. None: all."""
     window_pages: int | None = None
     """The same for sliding-window pages."""
     prefix_cache: bool = False
@@ -219,9 +219,13 @@ def scramble(scheduler: Scheduler, seed: int) -> None:
 
 
 def _narrowed(limits: Limits, drive: Drive) -> Limits:
-    pages = min(drive.pages or limits.num_pages, limits.num_pages)
-    windows = min(drive.window_pages or limits.num_window_pages, limits.num_window_pages)
     chunk = min(drive.chunk or limits.max_batch_tokens, limits.max_batch_tokens)
+    pages = drive.pages or limits.num_pages
+    if limits.window_unit:
+        listed = most_window_pages(limits.window, chunk, limits.page_size, limits.lookahead)
+        pages = least_shared_pages(pages, listed, limits.window_unit)
+    pages = min(pages, limits.num_pages)
+    windows = min(drive.window_pages or limits.num_window_pages, limits.num_window_pages)
     return replace(limits, num_pages=pages, num_window_pages=windows, max_batch_tokens=chunk)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.expert_parts import GROUP
 from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
+from sglcore.checkpoint.parallel.expert_parts import GROUP
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
 from sglcore.core.errors import ConfigError
 from sglcore.layers.build_scope import Scope

@@ -11,8 +11,8 @@ import torch
 
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.checkpoint.model_config import against_longer, check_context
-from sglcore.checkpoint.parallel_sizes import check_topology
-from sglcore.checkpoint.tensor_parallel import check_divisible
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.tensor_parallel import check_divisible
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.device.facts import Facts

@@ -371,6 +371,7 @@ def limits(
         num_snapshots=sizes.num_snapshots,
         window=sizes.window,
         num_window_pages=sizes.num_window_pages,
+        window_unit=sizes.window_unit,
         **sizes.num_bytes,
         **row_sizes(model),
         takes_mrope=mrope_axes(model.config) is not None,

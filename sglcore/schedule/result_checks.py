@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.core.errors import ConfigError
+from sglcore.schedule.cache.shared_pages import least_pages
 from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.embeds_in_batch import check_embeds
 from sglcore.schedule.request import Request
@@ -29,6 +30,13 @@ def check_limits(limits: Limits) -> None:
     if limits.sliced_layers and limits.draft_tokens:
         raise ConfigError(
             "a worker drafts tokens and takes prompts in slices", wanted="one of the two", remedy="--prompt-slices off"
+        )
+    if limits.window_unit and limits.num_pages < (least := least_pages(limits)):
+        raise ConfigError(
+            f"the KV pool that all layers share holds {limits.num_pages} pages; a context of {limits.max_model_len}"
+            f" tokens, with windows of {limits.window} and a step of {limits.max_batch_tokens}, needs {least}",
+            wanted="room for one request of full length",
+            remedy="lower max_model_len or max_batch_tokens, raise kv_cache_memory, or kv_memory=split",
         )
     if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
         raise ConfigError(

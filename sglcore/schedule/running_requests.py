@@ -420,10 +420,8 @@ class RunningRequests:
         memory = self.memory
         released = [request for record in self.in_flight for request in record.released]
         released += () if self.sliced is None else self.sliced.released
-        pages = memory.available + sum(len(request.held.pages) for request in released)
-        windows = memory.windows.available + memory.windows.kept
-        windows += sum(len(request.held.windows.pages) for request in released)
-        return pages >= count and (windows >= count or not memory.keeps_windows)
+        windows = memory.windows.kept + sum(len(each.held.windows.pages) for each in released)
+        return memory.fits(count, sum(len(request.held.pages) for request in released), windows)
 
     def _slide_rows(self, rows: list[int]) -> None:
         """Free the window pages that later steps do not see, for decode rows that start a page."""

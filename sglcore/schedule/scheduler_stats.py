@@ -9,7 +9,11 @@ from sglcore.worker.model_worker import Limits
 
 
 class Levels(msgspec.Struct):
-    """The part of `SchedulerStats` without counters: numbers of requests, pages and bytes now."""
+    """The part of `SchedulerStats` without counters: numbers of requests, pages and bytes now.
+
+    Where sliding-window pages share the memory of the KV pages, the KV pages that they consist of
+    count as KV pages too: free, cached or in use.
+    """
 
     waiting: int = 0
     """Number of waiting requests."""
@@ -87,9 +91,9 @@ def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:
     snapshots, windows = memory.snapshots, memory.windows
     return {
         "num_pages": memory.pool.num_pages,
-        "free_pages": memory.pool.free,
-        "cached_pages": memory.cache.num_pages,
-        "unused_cached_pages": memory.cache.num_unused,
+        "free_pages": memory.pool.free if memory.shared is None else memory.shared.free.pages,
+        "cached_pages": memory.cache.num_pages + limits.window_unit * windows.cached,
+        "unused_cached_pages": memory.cache.num_unused + limits.window_unit * len(windows.unused),
         "evicted_pages": memory.evicted_pages,
         "num_snapshots": snapshots.num_places,
         "free_snapshots": snapshots.free,

@@ -11,7 +11,7 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.step.hisparse_config import HiSparseConfig
-from sglcore.worker.model_worker import most_window_pages
+from sglcore.worker.model_worker import least_shared_pages, most_window_pages, reserved_windows
 
 GIB = 1 << 30
 
@@ -20,6 +20,12 @@ SNAPSHOTS = 4
 CACHED_WINDOWS = 1
 """Windows in the prefix cache for each request that may run. A text that was continued once may be
 continued again.
+"""
+
+
+MOST_WASTE = 0.25
+"""With `kv_memory` "auto", pages share memory if at most this share of a window page is in storage
+that no sliding-window layer uses.
 """
 
 
@@ -62,6 +68,28 @@ class Geometry:
     host_ratio: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How window pages can take the memory of pages of all tokens.
+
+    `unit`: pages of all tokens that become one window page (0: they cannot share memory, and
+    `reason` says why). `windows` and `full`: number of layers of each kind.
+    """
+
+    unit: int
+    reason: str
+    windows: int = 0
+    full: int = 0
+
+    @property
+    def waste(self) -> float:
+        """The share of a window page's memory that no layer uses."""
+        return 1 - self.windows / (self.unit * self.full) if self.unit else 0.0
+
+
+NO_SHARING = Sharing(0, "this worker does not keep window pages, so all pages are of one kind")
+
+
 class KeptBytes(TypedDict):
     """Bytes of each kind of memory, by their names in `Limits`."""
 
@@ -92,6 +120,10 @@ class MemorySizes:
     num_window_pages: int = 0
     """Number of sliding-window pages. 0: sliding-window layers keep all tokens, in the pages of the
     other layers."""
+    window_unit: int = 0
+    """Pages that become one sliding-window page, if both kinds share memory, as in `Limits`; they
+    have numbers up to `num_pages`, and `num_window_pages` is the most that there can be. 0: each
+    kind has memory of its own."""
     geometry: Geometry = field(default=Geometry(0), compare=False)
     """Bytes of what was sized."""
     hisparse: HiSparseConfig | None = field(default=None, compare=False)
@@ -104,7 +136,7 @@ class MemorySizes:
         page = kept.page + (0 if self.num_window_pages else kept.window_page)
         return {
             "kv_bytes": self.num_pages * page,
-            "window_bytes": self.num_window_pages * kept.window_page,
+            "window_bytes": 0 if self.window_unit else self.num_window_pages * kept.window_page,
             "state_bytes": (self.max_requests + 1) * (kept.state + kept.ring),
             "snapshot_bytes": self.num_snapshots * kept.state,
             "host_bytes": self.num_pages * kept.host_page,
@@ -119,12 +151,14 @@ def size_pools(
     page_size: int,
     budget: MemoryBudget,
     ledger: DecisionLedger,
+    sharing: Sharing = NO_SHARING,
 ) -> MemorySizes:
     """Choose the number of requests, limited by their states, then the window pages, pages and
     context. Records each choice in the ledger.
 
-    `context_len` is the model's own, in tokens. A request of the chosen `max_model_len` always
-    fits. Raises ConfigError if the configuration does not fit.
+    `context_len` is the model's own, in tokens. `sharing` says whether both kinds of pages can
+    share memory. A request of the chosen `max_model_len` always fits. Raises ConfigError if the
+    configuration does not fit.
     """
     max_model_len = config.max_model_len or context_len
     given, allowed = config.kv_cache_memory, _allowed(config, budget)
@@ -138,6 +172,9 @@ def size_pools(
         room = allowed // 2 if given is None else budget.available - given
         states = _size_states(config, geometry, room, ledger)
         allowed -= 0 if given is not None else states.num_bytes
+    shared = _Shared(config, geometry, sharing, states.max_requests, max_model_len, page_size, allowed)
+    if shared.is_chosen(ledger):
+        return shared.sizes(states, budget, ledger)
     window_pages = _size_windows(config, geometry, states.max_requests, max_model_len, page_size, allowed, ledger)
     window_bytes = window_pages * geometry.window_page
     allowed -= window_bytes
@@ -161,7 +198,7 @@ def size_pools(
         _tell_fewer(config, requests, f"each needs at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
     window = geometry.window if window_pages else 0
     counts = page_size, num_pages, max_model_len, requests, states.num_snapshots, window, window_pages
-    return MemorySizes(*counts, geometry)
+    return MemorySizes(*counts, geometry=geometry)
 
 
 def _allowed(config: EngineConfig, budget: MemoryBudget) -> int:
@@ -275,9 +312,7 @@ def _size_windows(
         what = f"{size_text(allowed)} hold a longer context without separate window pages"
         ledger.record(Row("window cache", "auto", "none", what, "set kv_cache_memory, or lower max_batch_tokens"))
         return 0
-    each = -(-(window - 1) // page_size) + 2
-    windows = requests * (1 + (CACHED_WINDOWS if config.prefix_cache else 0))
-    useful = min(windows * each + -(-config.max_batch_tokens // page_size), requests * longest)
+    useful = _useful_windows(config, window, requests, longest, page_size)
     half = allowed // (page_bytes + (max(page_bytes, full_bytes) if full_bytes else 0))
     beside_one = (allowed - longest * full_bytes) // page_bytes
     count = max(least, min(useful, half, beside_one))
@@ -286,6 +321,118 @@ def _size_windows(
     what = f"{count} pages of {page_size} tokens, {size_text(count * page_bytes)}"
     ledger.record(Row("window cache", "auto", what, reason, "set kv_cache_memory, max_requests or max_batch_tokens"))
     return count
+
+
+def _useful_windows(config: EngineConfig, window: int, requests: int, longest: int, page_size: int) -> int:
+    """Return the number of window pages that all requests, the prefix cache and the tokens of one
+    step can use. `window` is in tokens, `longest` in pages.
+    """
+    each = -(-(window - 1) // page_size) + 2
+    windows = requests * (1 + (CACHED_WINDOWS if config.prefix_cache else 0))
+    return min(windows * each + -(-config.max_batch_tokens // page_size), requests * longest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """The sizes of a memory that both kinds of pages share, in `allowed` bytes."""
+
+    config: EngineConfig
+    """The configuration."""
+    geometry: Geometry
+    """Bytes of each kind of page."""
+    sharing: Sharing
+    """Whether, and how, the layers can share memory."""
+    requests: int
+    """Number of requests that may run, by their states."""
+    max_model_len: int
+    """Maximum tokens of a request."""
+    page_size: int
+    """Tokens per page."""
+    allowed: int
+    """Bytes that may be allocated for pages."""
+
+    def is_chosen(self, ledger: DecisionLedger) -> bool:
+        """Return whether pages share memory. If they could, records the choice. Raises ConfigError
+        if the configuration asks for it and it is not possible.
+        """
+        asked, why = self.config.kv_memory, self._against()
+        if asked == "shared" and why:
+            remedy = "leave --kv-memory out, or raise kv_cache_memory" if self.sharing.unit else "leave --kv-memory out"
+            raise ConfigError(f"kv_memory is shared; {why}", wanted="auto or split", remedy=remedy)
+        if not self.sharing.unit:
+            return False
+        if asked == "auto" and not why and self.sharing.waste > MOST_WASTE:
+            why = f"shared pages would waste {self.sharing.waste:.0%} of each window page ({self.sharing.reason})"
+        if asked == "split" or why:
+            ledger.record(Row("kv memory", asked, "split", why or "requested", "--kv-memory shared"))
+            return False
+        ledger.record(Row("kv memory", asked, "shared", self._reason(), "--kv-memory split"))
+        return True
+
+    def sizes(self, states: _States, budget: MemoryBudget, ledger: DecisionLedger) -> MemorySizes:
+        """Return the sizes and record them."""
+        pages, unit, requests = self._num_pages, self.sharing.unit, self.requests
+        size = size_text(pages * self.geometry.page)
+        what = f"{pages} pages of {self.page_size} tokens for all layers, {size}"
+        useful = requests * self._longest
+        reason = (
+            f"{budget.evidence}; {requests} requests of {self.max_model_len} tokens need {useful} pages and "
+            f"{self._useful_windows} window pages of {unit} each"
+        )
+        ledger.record(Row("kv cache", _asked_text(self.config), what, reason, "set kv_cache_memory or memory_fraction"))
+        if pages // (1 + unit) < requests:
+            requests = pages // (1 + unit)
+            why = f"each needs at least one page and one window page of {pages} pages"
+            _tell_fewer(self.config, requests, why, "raise kv_cache_memory", ledger)
+        counts = self.page_size, pages, self.max_model_len, requests, states.num_snapshots
+        return MemorySizes(*counts, self.geometry.window, (pages + 1) // unit - 1, unit, self.geometry)
+
+    @property
+    def _longest(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def _listed(self) -> int:
+        """The most window pages of one request."""
+        return most_window_pages(self.geometry.window, self.config.max_batch_tokens, self.page_size)
+
+    @property
+    def _useful_windows(self) -> int:
+        return _useful_windows(self.config, self.geometry.window, self.requests, self._longest, self.page_size)
+
+    @property
+    def _num_pages(self) -> int:
+        """The highest page number: what fits, or what all requests can use if that is less."""
+        unit = self.sharing.unit
+        fitting = (self.allowed // self.geometry.page + 1) // unit - 1
+        windows = self._useful_windows + reserved_windows(self._listed, unit)
+        useful = -(-self.requests * self._longest // unit) + max(windows, self._listed)
+        return unit * (min(fitting, useful) + 1) - 1
+
+    def _against(self) -> str:
+        """Return why pages cannot share memory; empty if they can."""
+        if not self.sharing.unit:
+            return self.sharing.reason
+        least = least_shared_pages(self._longest, self._listed, self.sharing.unit)
+        if self._num_pages >= least:
+            return ""
+        return (
+            f"{size_text(self.allowed)} hold {max(self._num_pages, 0)} shared pages; one request of "
+            f"{self.max_model_len} tokens and its windows need {least}"
+        )
+
+    def _reason(self) -> str:
+        """Say what shares memory, and what the pools would be without."""
+        given = self.config, self.geometry, self.requests, self.max_model_len, self.page_size, self.allowed
+        windows = _size_windows(*given, DecisionLedger())
+        page = self.geometry.page + (0 if windows else self.geometry.window_page)
+        left = self.allowed - windows * self.geometry.window_page
+        pages = min(self.requests * self._longest, left // page)
+        unused = f", {self.sharing.waste:.0%} of it unused" if self.sharing.waste else ""
+        return (
+            f"{self.sharing.reason}; a window page takes {self.sharing.unit} of the pages{unused}; split, there would "
+            f"be {pages} pages and {windows} window pages"
+        )
 
 
 def _tell_fewer(config: EngineConfig, count: int, reason: str, remedy: str, ledger: DecisionLedger) -> None:

@@ -27,6 +27,23 @@ def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookah
     return -(-(window + max_batch_tokens + max(0, lookahead - 2)) // page_size) + 2
 
 
+def reserved_windows(window_pages: int, unit: int) -> int:
+    """Return how many window pages' memory is reserved where all pages share memory: those of one
+    request, `window_pages`, if a window page consists of several pages (`unit`). If it is one page,
+    none, because any free page can become a window page.
+    """
+    return window_pages if unit > 1 else 0
+
+
+def least_shared_pages(pages: int, window_pages: int, unit: int) -> int:
+    """Return the least `Limits.num_pages` where all pages share memory, so that one request always
+    fits: `pages` pages of all tokens and `window_pages` window pages of `unit` pages each.
+
+    The first `unit` pages belong to padding rows.
+    """
+    return unit * (-(-pages // unit) + window_pages + 1) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a worker can hold and do: numbers of requests, tokens and pages, bytes of its memory,
@@ -77,6 +94,11 @@ class Limits:
     """Pages of `page_size` tokens in which sliding-window layers keep what is seen, numbered
     1..num_window_pages; page 0 belongs to padding rows. 0: they keep all tokens, in the pages of
     the other layers."""
+    window_unit: int = 0
+    """Pages that become one window page, where both kinds of pages share memory: a window page has
+    the number of the first, a multiple of `window_unit`, and pages below `window_unit` belong to
+    padding rows. `num_window_pages` is then how many fit without pages of all tokens. 0: both
+    kinds have memory of their own."""
     kv_bytes: int = 0
     """Bytes of the KV pages."""
     window_bytes: int = 0

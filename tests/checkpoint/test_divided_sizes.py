@@ -11,8 +11,8 @@ import pytest
 from gguf import GGUFWriter
 
 from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
-from sglcore.checkpoint.parallel_sizes import check_topology, legal_tp
-from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Shard, check_divisible, constraints, legal_widths
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology, legal_tp
+from sglcore.checkpoint.parallel.tensor_parallel import MOST_WIDTH, Shard, check_divisible, constraints, legal_widths
 from sglcore.core.errors import ConfigError
 from sglcore.worker.topology import Topology
 

@@ -25,12 +25,12 @@ from sglcore.checkpoint import (
     pooling_config,
     recurrent_config,
     rope_config,
-    tensor_parallel,
 )
 from sglcore.checkpoint.config_synonyms import WORDS
 from sglcore.checkpoint.config_types import KINDS
 from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
-from sglcore.checkpoint.tensor_parallel import constraints
+from sglcore.checkpoint.parallel import tensor_parallel
+from sglcore.checkpoint.parallel.tensor_parallel import constraints
 from sglcore.core.errors import ConfigError, SglcoreError
 from sglcore.core.ledger import DecisionLedger
 from sglcore.models.architecture_registry import ARCHITECTURES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
 from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts import layout_cost, model_shape
 from sglcore.engine.layouts.cluster import Cluster, DeviceNumbers, read_cluster

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from sglcore.checkpoint import expert_parts, parallel_roles
-from sglcore.checkpoint.tensor_parallel import Shard
+from sglcore.checkpoint.parallel import expert_parts, parallel_roles
+from sglcore.checkpoint.parallel.tensor_parallel import Shard
 from sglcore.device import bring_up
 from sglcore.layers.parallel import parallel_norms, parallel_vocab, tensor_parallel_layers
 from sglcore.runtime import tp_worker

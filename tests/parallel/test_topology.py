@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, read_config
-from sglcore.checkpoint.parallel_sizes import check_topology
-from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Shard, legal_widths
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.tensor_parallel import MOST_WIDTH, Shard, legal_widths
 from sglcore.core.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.worker.topology import GROUPS, Place, Topology

@@ -2,7 +2,7 @@
 would corrupt data.
 
 It knows each row's true tokens (through the fake sampling state) and checks every KV cell that a
-step reads.
+step reads. Where both kinds of pages share memory, writing one kind spoils the other's content.
 """
 
 from __future__ import annotations
@@ -176,9 +176,10 @@ class FakeWorker:
         cells = (limits.num_pages + 1) * limits.page_size
         self.cells = np.full((cells, 1 + limits.lookahead), NOTHING, dtype=np.int64)
         self.writer = np.zeros(limits.num_pages + 1, dtype=np.int64)
-        cells = (limits.num_window_pages + 1) * limits.page_size
+        self.last_window = limits.num_pages if limits.window_unit else limits.num_window_pages
+        cells = (self.last_window + 1) * limits.page_size
         self.window_cells = np.full((cells, 1 + limits.lookahead), NOTHING, dtype=np.int64)
-        self.window_writer = np.zeros(limits.num_window_pages + 1, dtype=np.int64)
+        self.window_writer = np.zeros(self.last_window + 1, dtype=np.int64)
         self.slots = [Slot() for _ in range(limits.max_requests + 1)]
         self.snapshots = [NOTHING] * (limits.num_snapshots + 1)
         self.in_flight: list[InFlightStep] = []
@@ -320,7 +321,8 @@ class FakeWorker:
             )
         want(slot.owner is request, f"slot {number} belongs to another request")
         want(count == len(slot.pages), f"page_counts {count}, the device has {len(slot.pages)} entries")
-        want(0 not in new and all(page <= self.limits.num_pages for page in new), f"pages {new}")
+        least = max(1, self.limits.window_unit)
+        want(all(least <= page <= self.limits.num_pages for page in new), f"pages {new}")
         slot.pages += new
         want(len(set(slot.pages)) == len(slot.pages), "a page twice in a table")
         self._check_lengths(batch, row, slot, request)
@@ -449,7 +451,8 @@ class FakeWorker:
         want(len(pages) == -(-int(batch.seq_lens[row]) // size) - start // size, f"{len(pages)} window pages")
         want(len(pages) <= least_window_pages(self.limits), f"{len(pages)} window pages are too many")
         want(len(set(pages)) == len(pages), "a window page twice in a list")
-        want(all(1 <= page <= self.limits.num_window_pages for page in pages), f"window pages {pages}")
+        want(all(1 <= page <= self.last_window for page in pages), f"window pages {pages}")
+        want(not self.limits.window_unit or not any(page % self.limits.window_unit for page in pages), "half a unit")
         seen = max(0, prefix - self.limits.window + 1)
         whole = (prefix // size * size - self.limits.lookahead) // size * size
         first = max(0, whole - self.limits.window + 1) // size * size
@@ -500,11 +503,17 @@ class FakeWorker:
         if column == 0:
             self.cells[places] = NOTHING
             self._written.append(places)
+            if self.limits.window_unit:
+                size = self.limits.page_size
+                units = places // size // self.limits.window_unit * self.limits.window_unit
+                self.window_cells[units * size + places % size] = NOTHING
         self.cells[places, column] = values
 
     def _write_window(self, batch: ScheduleBatch, slot: Slot, request: Request, start: int, end: int) -> None:
         places = self._window_places(slot, np.arange(start, end))
         self.window_cells[places] = NOTHING
+        for part in range(self.limits.window_unit):
+            self.cells[places + part * self.limits.page_size] = NOTHING
         self._windows.append(places)
         if request.rid in self.bad_requests:
             return

@@ -175,7 +175,7 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
     (`huge_zeros`). Raises ConfigError for a `kv_cache_dtype` that can not serve here. Records the
     kind in the ledger for `int8` only."""
     if config.kv_cache_dtype == "auto" or any(layer.rows for layer in model.attention_layers):
-        return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
+        return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes, windows=MHATokenToKVPool.windows)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}", wanted=f"auto or {INT8_POOL.kv_cache_dtype}")
     if not is_native(kernels) or model.dtype not in SERVED or model.config.is_encoder:

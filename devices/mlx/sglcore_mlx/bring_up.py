@@ -23,7 +23,6 @@ from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse_config import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 from sglcore.step.slice_decisions import INTERLEAVE, lane_row, slice_budget, slice_row, whole_row
-from sglcore.worker.model_worker import Limits
 from sglcore.worker.topology import Place
 from sglcore_mlx.attention.blocks import block_page_bytes, fitting_page_size, has_blocks, make_block_arrays
 from sglcore_mlx.attention.contract import DecodeAttention
@@ -37,23 +36,15 @@ from sglcore_mlx.models.contract import Model
 from sglcore_mlx.parallel.build import ShardedBuild
 from sglcore_mlx.parallel.ranks import Ranks, join
 from sglcore_mlx.parallel.settings import check_alone
-from sglcore_mlx.parallel.worker import RankWorker
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
-from sglcore_mlx.speculative.choice import COUPLED, Speculation, check_model, choose_speculation
-from sglcore_mlx.speculative.draft_stepper import DraftStepper
-from sglcore_mlx.speculative.drafter import DraftParts
-from sglcore_mlx.speculative.drafter_kinds import drafter_type, lookahead_of
+from sglcore_mlx.speculative.choice import Speculation, check_model, choose_speculation
 from sglcore_mlx.speculative.drafts import Draft, load_draft
-from sglcore_mlx.speculative.rejection import DraftRejectionStepper, RejectionStepper
-from sglcore_mlx.speculative.stepper import SpeculativeStepper
-from sglcore_mlx.speculative.tree_stepper import TreeStepper
 from sglcore_mlx.speculative.trial import trial
-from sglcore_mlx.speculative.worker import SpeculativeWorker
 from sglcore_mlx.states import StatePool, state_bytes
-from sglcore_mlx.stepper import Stepper, StepperOptions
+from sglcore_mlx.stepper import StepperOptions
 from sglcore_mlx.thread import StreamThread
-from sglcore_mlx.worker import MlxWorker
+from sglcore_mlx.worker_bring_up import worker
 
 T = TypeVar("T")
 
@@ -268,17 +259,17 @@ def sizes(
         context_len=model.config.context_length,
         geometry=Geometry(page, **each),
         page_size=page_size,
-        budget=_beside_laws(config, model, speculation, device_memory, ledger),
+        budget=_less_draft_probs(config, model, speculation, device_memory, ledger),
         ledger=ledger,
     )
 
 
-def _beside_laws(
+def _less_draft_probs(
     config: EngineConfig, model: Model, speculation: Speculation | None, budget: MemoryBudget, ledger: DecisionLedger
 ) -> MemoryBudget:
     """Return the budget less the distributions of draft tokens, with a ledger row; the budget
     itself if none are kept. Raises ConfigError if they do not fit."""
-    taken = 0 if speculation is None else speculation.laws_bytes(config.max_requests, model.config.vocab_size)
+    taken = 0 if speculation is None else speculation.draft_probs_bytes(config.max_requests, model.config.vocab_size)
     if not taken:
         return budget
     remedy = "lower max_requests or draft_tokens"
@@ -288,7 +279,7 @@ def _beside_laws(
             remedy=f"{remedy}, or --speculative-verify coupled",
         )
     why = f"the distributions of draft tokens of {config.max_requests} requests, in addition to the pools"
-    ledger.record(Row("draft laws", config.speculative_verify, size_text(taken), why, remedy))
+    ledger.record(Row("draft probabilities", config.speculative_verify, size_text(taken), why, remedy))
     return replace(budget, available=budget.available - taken)
 
 
@@ -390,70 +381,6 @@ def options(config: EngineConfig, computing: Computing) -> StepperOptions:
     """Return how steps are compiled, and for which numbers of requests."""
     buckets = config.graph_buckets if "graph_buckets" in config.sources else ()
     return {"compiles": computing.compiles, "compiles_draw": computing.compiles_draw, "row_buckets": buckets}
-
-
-def worker(
-    stream_thread: StreamThread,
-    config: EngineConfig,
-    package: DevicePackage,
-    model: Model,
-    sizes: MemorySizes,
-    pools: DeviceState,
-    attention: DecodeAttention,
-    options: StepperOptions,
-    residency: Residency,
-    slices: int | None,
-    speculation: Speculation | None,
-    draft: Draft | None,
-    draft_attention: DecodeAttention | None,
-    ranks: Ranks | None,
-) -> MlxWorker:
-    """Make the worker that the scheduler submits to, with its limits. With speculation it is a
-    `SpeculativeWorker`, for one of several ranks a `RankWorker`, otherwise the class that the
-    package names."""
-    limits = Limits(
-        max_model_len=sizes.max_model_len,
-        max_requests=sizes.max_requests,
-        page_size=sizes.page_size,
-        num_pages=sizes.num_pages,
-        max_batch_tokens=config.max_batch_tokens,
-        vocab_size=model.config.vocab_size,
-        runs_ahead=True,
-        generates=not model.config.is_encoder,
-        takes_masks=True,
-        takes_changes=True,
-        keeps_state=bool(model.states) and not has_blocks(model.layers),
-        num_snapshots=sizes.num_snapshots,
-        **sizes.num_bytes,
-        num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
-        hidden_size=0 if model.config.is_encoder else model.config.hidden_size,
-        gives_norm_inputs=not (model.config.is_encoder or model.against_norm_inputs),
-        sliced_layers=0 if slices is None else model.sliced_layers,
-        slice_budget=slices or 0,
-    )
-    if speculation is not None:
-        limits = speculation.limits_of(limits, lookahead_of(draft))
-
-    def make() -> Stepper:
-        parts = (model if draft is None else draft.target, attention, pools, sizes)
-        if speculation is None:
-            return Stepper(*parts, **options)
-        ruled = {} if speculation.rule == COUPLED else {"rule": speculation.rule}
-        own = {"tokens": speculation.tokens, **ruled, **options}
-        if draft is None or draft_attention is None:
-            return (RejectionStepper if ruled else SpeculativeStepper)(*parts, **own)
-        given = DraftParts(draft, draft_attention, sizes.page_size, options["compiles"])
-        own["model_drafter"] = drafter_type(draft)(given)
-        if speculation.tree is not None:
-            return TreeStepper(*parts, shape=speculation.tree, **own)
-        return (DraftRejectionStepper if ruled else DraftStepper)(*parts, **own)
-
-    given = stream_thread.call(make), stream_thread, limits, residency.close
-    if speculation is not None:
-        return SpeculativeWorker(*given, lengths=speculation.lengths)
-    if ranks is not None:
-        return RankWorker(*given)
-    return resolve(package.worker, package.name)(*given)
 
 
 BRING_UP = BringUp(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import mlx.core as mx
 import msgspec
 
-from sglcore.checkpoint import tensor_parallel
+from sglcore.checkpoint.parallel import tensor_parallel
 from sglcore.engine.ranks import rank_process
 from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankProcess, RankSpec

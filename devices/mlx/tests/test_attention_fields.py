@@ -123,7 +123,7 @@ def wanted() -> dict[str, Ran]:
 def same(found: Ran, wanted: Ran) -> None:
     """Assert equal texts, and equal counts of draft tokens, which alone show what drafts read."""
     check_same(found, wanted)
-    assert (found.proposed, found.accepted, found.steps) == (wanted.proposed, wanted.accepted, wanted.steps)
+    assert (found.proposed, found.accepted, found.decodes) == (wanted.proposed, wanted.accepted, wanted.decodes)
 
 
 @pytest.mark.parametrize("graph", ["off", "compiled"])

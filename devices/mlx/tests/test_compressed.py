@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.parity import TokenEngine, random_prompts
+from devices.mlx.tests.parity import TokenEngine
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.core.errors import ConfigError
 from sglcore_mlx.attention import compressed
 from sglcore_mlx.attention.compressed import BlockAttention, BlockPlan, BlockStep

@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.parity import Result, TokenEngine, random_prompts
+from devices.mlx.tests.parity import Result, TokenEngine
 from devices.mlx.tests.test_draft_laws import TOLERANCE, Recording, furthest, opened
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.core.errors import ConfigError
 from sglcore_mlx.speculative import head_drafter
 from sglcore_mlx.speculative.draft_stepper import DraftStepper

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.mlx.tests.parity import TokenEngine, check_same, random_prompts, write_tiny
+from devices.mlx.tests.parity import TokenEngine, check_same, write_tiny
 from devices.mlx.tests.rank_defects import DEFECTS, with_defect
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore_mlx.parallel.ranks import compile_apart
 

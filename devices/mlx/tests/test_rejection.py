@@ -179,14 +179,14 @@ def test_a_text_depends_on_no_other_request(rule: str) -> None:
 
 def laws_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
     """A request's draft tokens are compared with another request's distributions."""
-    right = DraftRejectionStepper._laws_of
+    right = DraftRejectionStepper._probs_of
 
     def turned(self: Any, count: int) -> mx.array:
         laws = right(self, count)
         assert laws is not None
         return mx.concatenate([laws[1:], laws[:1]])
 
-    patch.setattr(DraftRejectionStepper, "_laws_of", turned)
+    patch.setattr(DraftRejectionStepper, "_probs_of", turned)
 
 
 def noise_of_the_target(patch: pytest.MonkeyPatch) -> None:
@@ -208,6 +208,6 @@ def test_a_defect_of_a_step_is_caught(defect: Any, monkeypatch: pytest.MonkeyPat
 def test_distributions_of_other_requests_are_kept_alone() -> None:
     with opened("eagle3", speculative_verify="rejection") as engine:
         run(engine, prompts(), DRAWN, stagger=3)
-        laws = engine.worker._stepper._laws  # type: ignore[attr-defined]
+        laws = engine.worker._stepper._draft_probs  # type: ignore[attr-defined]
         newest = max(len(made) for made, _ in laws.values())
         assert sum(len(made) for made in {id(made): made for made, _ in laws.values()}.values()) <= len(laws) + newest

@@ -113,8 +113,8 @@ def test_under_another_rule_the_number_of_draft_tokens_is_fixed(rule: str) -> No
     found, row = chosen(speculative="eagle3", speculative_verify=rule)
     assert (found.rule, found.lengths) == (rule, (4,))
     assert row.reason == f"requested; with {rule}, the distribution of texts is the same, not each token"
-    assert found.laws_bytes(3, 100) == 4 * 3 * 4 * 100
-    assert chosen(speculative="ngram", speculative_verify=rule)[0].laws_bytes(3, 100) == 0
+    assert found.draft_probs_bytes(3, 100) == 4 * 3 * 4 * 100
+    assert chosen(speculative="ngram", speculative_verify=rule)[0].draft_probs_bytes(3, 100) == 0
     with pytest.raises(ConfigError, match=f"the rule is '{rule}', and these accept only chains"):
         chosen(speculative="eagle3", speculative_verify=rule, draft_width=2)
 

@@ -173,7 +173,7 @@ def test_a_root_past_the_pages_of_its_request_has_no_cell() -> None:
     numbers, roots, lengths = mx.zeros((2, 2), mx.int32), mx.array([11, 12]), mx.array([4, 8])
     page_table = mx.array([[3, 9, 0], [4, 5, 7]])
     rows = VerifiedRows(
-        fields, page_table, mx.zeros((4, 3)), numbers, mx.array([1, 1]), roots, lengths, mx.array([8, 8])
+        fields, page_table, mx.zeros((4, 3)), numbers, mx.array([1, 1]), roots, lengths, mx.array([8, 8]), []
     )
     parts: Any = SimpleNamespace(_parts=SimpleNamespace(page_size=4))
     found = StandaloneDrafter._with_roots(parts, rows)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from devices.mlx.tests.parity import Result, TokenEngine, random_prompts
+from devices.mlx.tests.parity import Result, TokenEngine
 from devices.mlx.tests.test_draft_laws import TOLERANCE, drafts, features_of
+from sglcore.conformance.inputs.prompts import random_prompts
 from sglcore_mlx.attention import tail
 from sglcore_mlx.speculative import drafter
 from sglcore_mlx.speculative.tree_stepper import TreeStepper

@@ -83,7 +83,9 @@ class Spoiler:
 
     def __init__(self, harness: Harness, pool: TokenToKVPool) -> None:
         self._harness, self._pool = harness, pool
-        self._free = set(range(1, harness.limits.num_window_pages + 1))
+        limits, unit = harness.limits, harness.limits.window_unit
+        free = range(unit, limits.num_pages + 1, unit) if unit else range(1, limits.num_window_pages + 1)
+        self._free = set(free)
         self._spoil(self._free)
 
     def __call__(self, scheduler: Scheduler, step: int) -> None:

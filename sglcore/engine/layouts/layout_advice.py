@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglcore.checkpoint.model_config import ModelConfig, read_config
-from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
 from sglcore.core.errors import ConfigError
 from sglcore.engine.layouts.cluster import Cluster
 from sglcore.engine.layouts.layout_cost import Costs, Rows, Seconds

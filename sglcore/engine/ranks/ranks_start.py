@@ -16,8 +16,8 @@ import msgspec
 
 from sglcore.checkpoint.checkpoint_files import read_json
 from sglcore.checkpoint.model_config import architecture_of, read_config
-from sglcore.checkpoint.parallel_sizes import check_topology
-from sglcore.checkpoint.tensor_parallel import check_divisible
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.tensor_parallel import check_divisible
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError, WorkerLost
 from sglcore.core.ledger import DecisionLedger, Row

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
-from sglcore.checkpoint.tensor_parallel import Range
+from sglcore.checkpoint.parallel.tensor_parallel import Range
 from sglcore.layers.build_scope import Scope
 from sglcore.layers.expert_routing import make_routing
 from sglcore.layers.rank_part import Cut

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.tensor_parallel import Range
+from sglcore.checkpoint.parallel.tensor_parallel import Range
 from sglcore.layers.linear import Embedding, Head
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.parallel.process_group import AnyGroup

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
-from sglcore.checkpoint.expert_parts import GROUP, both, cut_form
 from sglcore.checkpoint.latent_config import LatentConfig
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
-from sglcore.checkpoint.parallel_roles import (
+from sglcore.checkpoint.parallel.expert_parts import GROUP, both, cut_form
+from sglcore.checkpoint.parallel.parallel_roles import (
     WHOLE,
     Section,
     by_part,
@@ -31,8 +31,8 @@ from sglcore.checkpoint.parallel_roles import (
     runs,
     sections,
 )
+from sglcore.checkpoint.parallel.tensor_parallel import Range, Shard, clipped, legal_widths
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
-from sglcore.checkpoint.tensor_parallel import Range, Shard, clipped, legal_widths
 from sglcore.core.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.build_scope import Scope

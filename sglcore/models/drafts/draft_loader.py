@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER
-from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
 from sglcore.config.draft_kinds import MTP
 from sglcore.config.engine_config import EngineConfig
 from sglcore.core.ledger import DecisionLedger, Row

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sglcore.checkpoint.expert_parts import GROUP
+from sglcore.checkpoint.parallel.expert_parts import GROUP
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.core.errors import CheckpointError
 from sglcore.layers.rank_part import Cut

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglcore.runtime.memory.deepseek_v4_rows import DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.geometry import has_window, layer_shapes
 from sglcore.runtime.memory.kv_rows import RowCounts, RowPool
 from sglcore.runtime.memory.pools import KVPool, LayerShapes, ReqToTokenPool, TokenToKVPool, WindowTable
+from sglcore.runtime.memory.shared_layers import shared_places
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.sizing import MemorySizes
@@ -23,7 +24,8 @@ class WindowPools:
     """The pools of sliding-window layers, with the ids of these layers.
 
     `table` is their page table. `token_to_kv` has their KV slots; it is the pool of all layers if
-    layers keep KV rows of their own.
+    layers keep KV rows of their own, and has views of its tensors if both kinds of pages share
+    memory.
     """
 
     layer_ids: frozenset[int]
@@ -70,12 +72,14 @@ def make_cells(
     make_pool: Callable[[int, LayerShapes], TokenToKVPool],
     windowed: Collection[int],
     is_encoder: bool,
+    share: Callable[[Any, Mapping[int, tuple[int, int]], int], TokenToKVPool] | None = None,
 ) -> tuple[TokenToKVPool, TokenToKVPool | None]:
     """Return the pool of the layers that keep all tokens, and that of the layers with ids in
     `windowed` (None if there are none).
 
-    `make_pool(pages, shapes)` makes each; a layer of the other pool has 0 heads. The first pool of
-    an encoder has one page.
+    `make_pool(pages, shapes)` makes each; a layer of the other pool has 0 heads. With
+    `sizes.window_unit` the second is made by `share` (`PoolKind.windows`) in the storage of the
+    first. The first pool of an encoder has one page.
     """
 
     def cells(count: int, of_windows: bool) -> TokenToKVPool:
@@ -83,4 +87,7 @@ def make_cells(
         return make_pool(count, shapes)
 
     full = cells(1 if is_encoder else sizes.num_pages, False)
+    if sizes.window_unit:
+        assert share is not None
+        return full, share(full, shared_places(layers, windowed), sizes.window_unit)
     return full, cells(sizes.num_window_pages, True) if windowed else None

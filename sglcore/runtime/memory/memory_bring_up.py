@@ -24,6 +24,7 @@ from sglcore.runtime.memory.pools import (
     TokenToKVPool,
     WindowTable,
 )
+from sglcore.runtime.memory.shared_layers import sharing_of
 from sglcore.runtime.memory.states import StatePool, taken_bytes
 from sglcore.runtime.speculative.speculation_bring_up import less_draft_probs
 from sglcore.runtime.speculative.speculation_choice import Speculation, most_drafts, verified_rows
@@ -145,6 +146,7 @@ def _sized(
         page_size=page_size,
         budget=device_memory,
         ledger=ledger,
+        sharing=sharing_of(layers, kept.window, pool_kind),
     )
 
 
@@ -211,7 +213,7 @@ def pools(
         def make(pages: int, shapes: LayerShapes) -> TokenToKVPool:
             return pool_kind.make_pool(pages, sizes.page_size, shapes, model.dtype, device, model.kernels)
 
-        full, of_windows = make_cells(layers, sizes, make, windowed, is_encoder=model.config.is_encoder)
+        full, of_windows = make_cells(layers, sizes, make, windowed, model.config.is_encoder, pool_kind.windows)
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
         full,

@@ -6,10 +6,11 @@ Slot 0 and page 0 are reserved for padding rows, so that padding never touches a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -219,6 +220,34 @@ class MHATokenToKVPool:
         self._kv = self._allocate()
         self.generation += 1
 
+    def windows(self, places: Mapping[int, tuple[int, int]], unit: int) -> Self:
+        """Return a pool of sliding-window layers in the storage of this pool.
+
+        A window page is `unit` pages of this pool, a multiple of `unit` and those after it; its
+        number is that of the first. `places` has, by layer id, the layer of this pool with the
+        storage and the index of the page: `{7: (2, 1)}` keeps layer 7 in the second page, in layer
+        2's tensors. So all window layers have the same page numbers, each in a view of tensors that
+        begins at its page. Slot 0 of the views lies in the pages below `unit`, which must not be
+        used otherwise. Layers without a place have 0 heads. The views keep the storage from before
+        a `replace_storage` of this pool.
+        """
+        made = copy(self)
+        made.num_cells = self.num_cells - (unit - 1) * self.page_size
+        of_page = self._shapes[0][0] * self.page_size // self.num_cells
+        rows = made.num_cells * of_page // self.page_size
+
+        def view(part: Tensor, index: int) -> Tensor:
+            return part.narrow(0, index * of_page, rows)
+
+        def views(layer: int) -> tuple[Tensor, Tensor]:
+            kept, index = places.get(layer, (layer, 0))
+            keys, values = self._kv[kept]
+            keys, values = view(keys, index), view(values, index)
+            return (keys, values) if layer in places else (keys[:, :0], values[:, :0])
+
+        made._kv = [views(layer) for layer in range(self.num_layers)]
+        return made
+
     def _shape(self, heads: int, head_dim: int) -> tuple[int, ...]:
         return self.num_cells, heads, head_dim
 
@@ -278,17 +307,20 @@ class PoolKind:
 
     `make_pool(num_pages, page_size, layers, dtype, device, kernels)` allocates them for a model
     that computes in `dtype`. `cell_bytes(layers, dtype)` are the bytes of one token over all
-    layers. `kv_cache_dtype` is the configuration value that selects this kind.
+    layers. `kv_cache_dtype` is the configuration value that selects this kind. `windows(pool,
+    places, unit)` makes the pool of sliding-window layers in the storage of another pool of this
+    kind, as `MHATokenToKVPool.windows` does (None: it has storage of its own).
     """
 
     make_pool: Callable[[int, int, LayerShapes, torch.dtype, str, KernelTable], TokenToKVPool]
     cell_bytes: Callable[[LayerShapes, torch.dtype], int]
     kv_cache_dtype: str = "auto"
+    windows: Callable[[Any, Mapping[int, tuple[int, int]], int], TokenToKVPool] | None = None
 
 
-PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes)
+PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes, windows=MHATokenToKVPool.windows)
 """Keys and values in the model's dtype, per head, cell-major."""
-PER_HEAD_BY_PAGE = PoolKind(PageMajorTokenToKVPool, cell_bytes)
+PER_HEAD_BY_PAGE = PoolKind(PageMajorTokenToKVPool, cell_bytes, windows=PageMajorTokenToKVPool.windows)
 """Keys and values in the model's dtype, per head, page-major."""
 POOL_KINDS: Mapping[str, PoolKind] = MappingProxyType({CELL_MAJOR: PER_HEAD, PAGE_MAJOR: PER_HEAD_BY_PAGE})
 """Pool kinds by layout."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sglcore.schedule.cache.shared_pages import SharedPages
+
 Ints = NDArray[np.int32]
 SLACK = 64
 
@@ -41,17 +43,18 @@ class Node:
 
 class PrefixCache:
     """Published pages by prefix. Eviction is least recently used first, and leaves before their
-    parents.
+    parents. `shared` (None: pages are of one kind) learns which pages are evictable.
     """
 
-    def __init__(self, page_size: int, lookahead: int) -> None:
+    def __init__(self, page_size: int, lookahead: int, shared: SharedPages | None = None) -> None:
         self.page_size = page_size
         self.lookahead = lookahead
         self.root = Node(None, b"", 0)
         self.num_pages = 0
         self.num_unused = 0
+        self.tick = 0
+        self._shared = shared
         self._leaves: list[tuple[int, int, Node]] = []
-        self._tick = 0
         self._serial = 0
 
     def key(self, tokens: Ints, index: int) -> bytes:
@@ -78,7 +81,10 @@ class PrefixCache:
     def use(self, nodes: Sequence[Node]) -> None:
         """Add one user to each node."""
         for node in nodes:
-            self.num_unused -= node.users == 0
+            if node.users == 0:
+                self.num_unused -= 1
+                if self._shared is not None:
+                    self._shared.use_page(node.page)
             node.users += 1
 
     def insert(self, parent: Node, key: bytes, page: int) -> Node:
@@ -94,12 +100,14 @@ class PrefixCache:
     def leave(self, node: Node | None) -> None:
         """Remove one user from `node` and from all nodes above it. Does nothing for None and for
         the root."""
-        self._tick += 1
+        self.tick += 1
         while node is not None and node.parent is not None:
             node.users -= 1
             if node.users == 0:
                 self.num_unused += 1
-                node.tick = self._tick
+                node.tick = self.tick
+                if self._shared is not None:
+                    self._shared.leave_page(node.page)
                 self._offer(node)
             node = node.parent
 
@@ -116,19 +124,30 @@ class PrefixCache:
         caller frees the pages.
         """
         nodes: list[Node] = []
-        while len(nodes) < count and self._leaves:
-            tick, _, node = heapq.heappop(self._leaves)
-            if not self._evictable(node) or node.tick != tick:
-                continue
+        while len(nodes) < count and self.oldest() is not None:
+            _, _, node = heapq.heappop(self._leaves)
             parent = node.parent
             assert parent is not None
             del parent.children[node.key]
             node.parent = None
+            if self._shared is not None:
+                self._shared.use_page(node.page)
             nodes.append(node)
             self._offer(parent)
         self.num_pages -= len(nodes)
         self.num_unused -= len(nodes)
         return nodes
+
+    def oldest(self) -> int | None:
+        """Return the tick at which the page that is evicted next became unused; None if no page can
+        be evicted.
+        """
+        while self._leaves:
+            tick, _, node = self._leaves[0]
+            if self._evictable(node) and node.tick == tick:
+                return tick
+            heapq.heappop(self._leaves)
+        return None
 
     def nodes(self) -> list[Node]:
         """Return all published pages, for audits; O(pages)."""

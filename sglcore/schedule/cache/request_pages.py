@@ -14,6 +14,7 @@ from typing import Protocol
 
 from sglcore.schedule.cache.free_pages import PagePool
 from sglcore.schedule.cache.prefix_cache import Ints, Node, PrefixCache
+from sglcore.schedule.cache.shared_pages import FullEnd, SharedPages, make_shared
 from sglcore.schedule.cache.state_snapshots import SavedStates, Snapshots, restorable
 from sglcore.schedule.cache.window_pages import WindowList, Windows
 from sglcore.worker.model_worker import Limits
@@ -96,19 +97,21 @@ class Memory:
 
     `takes_snapshots`: requests keep a state and share prefixes through snapshots of it.
     `keeps_windows`: a request takes one window page with each page. `needs_asking`: one of the two
-    is true, so a request shares what it computes only if others ask in time.
+    is true, so a request shares what it computes only if others ask in time. `shared`: the pages
+    that both kinds share (None: window pages, if any, have a pool of their own).
     """
 
     def __init__(self, limits: Limits, prefix_cache: bool) -> None:
         self.page_size = limits.page_size
-        self.pool = PagePool(limits.num_pages)
-        self.cache = PrefixCache(limits.page_size, limits.lookahead)
+        self.shared = shared = make_shared(limits)
+        self.pool = PagePool(limits.num_pages) if shared is None else FullEnd(shared)
+        self.cache = PrefixCache(limits.page_size, limits.lookahead, shared)
         self.caches = prefix_cache and (limits.num_snapshots > 0 or not limits.keeps_state)
         self.takes_snapshots = self.caches and limits.keeps_state
         self.snapshots = Snapshots(limits.num_snapshots if self.takes_snapshots else 0)
         self.keeps_windows = limits.num_window_pages > 0
         self.needs_asking = self.takes_snapshots or self.keeps_windows
-        self.windows = Windows(limits)
+        self.windows = Windows(limits, shared, lambda: self.cache.tick)
         self.version = 0
         self.hit_tokens = 0
         self.looked_up_tokens = 0
@@ -116,13 +119,17 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Number of pages that are free, or cached and unused."""
+        """Number of pages that are free, or would be after evictions."""
+        if self.shared is not None:
+            return self.shared.open.most(0, self.shared.unit)
         return self.pool.free + self.cache.num_unused
 
     @property
     def room(self) -> int:
         """Number of pages that a request can still allocate: `available`, at most the available
         window pages if it takes one with each page."""
+        if self.shared is not None:
+            return self.shared.open.pairs(self.shared.unit)
         return min(self.available, self.windows.available) if self.keeps_windows else self.available
 
     def pages_for(self, cells: int) -> int:
@@ -141,11 +148,7 @@ class Memory:
         total = request.num_tokens
         known = self._match(request) if self.caches and request.embeds is None else []
         path = [] if request.needs_prefill else known[: self._shareable(known)]
-        locked = sum(node.users == 0 for node in path)
-        missing = self.pages_for(total) - len(path)
-        if missing + promised > self.available - locked:
-            return False
-        if self.keeps_windows and not self.windows.has_room(path, missing, promised_windows):
+        if not self._has_room(path, self.pages_for(total) - len(path), promised, promised_windows):
             return False
         self.cache.use(path)
         held = request.held
@@ -167,11 +170,12 @@ class Memory:
         """Allocate `count` pages for the request, and evict cached pages if needed. Returns False
         and allocates nothing if there are too few.
         """
-        missing = count - self.pool.free
-        if missing > self.cache.num_unused or (self.keeps_windows and count > self.windows.available):
+        if not self.fits(count):
             return False
-        if missing > 0:
-            self._evict(missing)
+        if self.shared is not None:
+            self._make_room(count)
+        elif count > self.pool.free:
+            self._evict(count - self.pool.free)
         request.held.pages += self.pool.take(count)
         if self.keeps_windows:
             self.windows.grow(request.held.windows, count)
@@ -183,6 +187,18 @@ class Memory:
         matches them.
         """
         return 0 if request.embeds is not None else self.snapshots.save(request.held.states, end)
+
+    def fits(self, count: int, back: int = 0, windows_back: int = 0) -> bool:
+        """Return whether a request can take `count` more pages, each with a window page if it takes
+        these, evictions included.
+
+        `back` pages and `windows_back` window pages are said to come back before. If any do and
+        both kinds share memory, the answer may be wrongly True.
+        """
+        if self.shared is not None:
+            return self.shared.will_fit(count, count, back, windows_back)
+        has_windows = not self.keeps_windows or count <= self.windows.available + windows_back
+        return has_windows and count <= self.available + back
 
     def flush(self) -> int:
         """Evict all unused cached pages. Returns their number."""
@@ -257,6 +273,9 @@ class Memory:
         records, nodes = [request.held for request in holders], self.cache.nodes()
         self.snapshots.audit([held.states for held in records], nodes)
         self.windows.audit([held.windows for held in records], nodes)
+        if self.shared is not None:
+            self._audit_shared(self.shared, records, nodes)
+            return
         cached = [node.page for node in nodes]
         own = [page for held in records for page in held.pages[held.shared :]]
         places = [*self.pool.free_pages(), *cached, *own]
@@ -264,6 +283,37 @@ class Memory:
         wanted = (self.cache.num_pages, self.pool.num_pages, self.pool.num_pages)
         assert found == wanted, f"found {found} (cached, pages, distinct pages); wanted {wanted}"
         assert 0 not in places, "page 0 is in use; it belongs to padding rows"
+
+    def _audit_shared(self, shared: SharedPages, records: list[Held], nodes: list[Node]) -> None:
+        own = [page for held in records for page in held.pages[held.shared :]]
+        used = [*own, *(node.page for node in nodes if node.users)]
+        idle = [node.page for node in nodes if not node.users]
+        assert (len(nodes), len(idle)) == (self.cache.num_pages, self.cache.num_unused), "cached pages"
+        shared.audit(used, idle, self.windows.in_use([held.windows for held in records]), self.windows.unused)
+
+    def _has_room(self, path: list[Node], missing: int, promised: int, promised_windows: int) -> bool:
+        """Return whether a request can start after `path` and continue with `missing` more pages
+        while `promised` pages and `promised_windows` window pages are reserved for others.
+        """
+        unused = [node.page for node in path if node.users == 0]
+        if self.shared is not None:
+            windows = self.windows.wanted(path, missing) + promised_windows
+            return self.shared.fits_after(missing + promised, windows, unused, self.windows.unused_in_sight(path))
+        if missing + promised > self.available - len(unused):
+            return False
+        return not self.keeps_windows or self.windows.has_room(path, missing, promised_windows)
+
+    def _make_room(self, count: int) -> None:
+        """Evict pages of both kinds, least recently used first, until `count` pages and `count`
+        window pages are free. `fits(count)` must be true.
+        """
+        assert self.shared is not None
+        while not self.shared.is_free(count, count):
+            page, window = self.cache.oldest(), self.windows.oldest
+            if page is None or (window is not None and window < page):
+                self.windows.evict()
+            else:
+                self._evict(1)
 
     def _evict(self, count: int) -> int:
         nodes = self.cache.evict(count)

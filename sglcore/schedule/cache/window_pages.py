@@ -10,11 +10,12 @@ of the steps, so a page is free for others as soon as no later planned step list
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglcore.schedule.cache.free_pages import PagePool
 from sglcore.schedule.cache.prefix_cache import Node
+from sglcore.schedule.cache.shared_pages import SharedPages, WindowEnd
 from sglcore.worker.model_worker import Limits, most_window_pages
 
 
@@ -41,17 +42,21 @@ class Windows:
     a step's chunk. `kept`: number of pages in `WindowList.kept` of all requests.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.num_pages = limits.num_window_pages
+    def __init__(self, limits: Limits, shared: SharedPages | None = None, clock: Callable[[], int] = lambda: 0) -> None:
+        """`shared`: the pages that all kinds of pages share (None: window pages have a pool of
+        their own). `clock` returns the tick of the prefix cache.
+        """
         self.span = -(-(limits.window - 1) // limits.page_size) + 1 + -(-limits.lookahead // limits.page_size)
         self.evicted = 0
         self.kept = 0
         self._page_size = limits.page_size
         self._lookahead = limits.lookahead
         self._seen = limits.window - 1
-        self._pool = PagePool(limits.num_window_pages)
+        self._shared, self._clock = shared, clock
+        self._pool = PagePool(limits.num_window_pages) if shared is None else WindowEnd(shared)
+        self.num_pages = self._pool.num_pages
         self._nodes: dict[int, Node] = {}
-        self._unused: dict[int, None] = {}
+        self._unused: dict[int, int] = {}
 
     @property
     def free(self) -> int:
@@ -65,8 +70,17 @@ class Windows:
 
     @property
     def available(self) -> int:
-        """Number of window pages that are free, or belong to a node and are unused."""
+        """Number of window pages that are free, or would be after evictions."""
+        if self._shared is not None:
+            return self._shared.open.blocks
         return self._pool.free + len(self._unused)
+
+    @property
+    def oldest(self) -> int | None:
+        """The tick at which the page that is evicted next became unused. None: no page can be
+        evicted.
+        """
+        return next(iter(self._unused.values()), None)
 
     def first_seen(self, pages: int) -> int:
         """Return the index of the page with the first token in sight of the token after `pages`
@@ -89,9 +103,18 @@ class Windows:
         """Return whether a request can start after `path` and continue with `missing` more pages
         while `promised` pages are reserved for others.
         """
-        seen = path[self.first_seen(len(path)) :]
-        locked = sum(node.window_users == 0 for node in seen)
-        return min(missing, self.span - len(seen)) + promised <= self.available - locked
+        wanted = self.wanted(path, missing) + promised
+        return wanted <= self.available - len(self.unused_in_sight(path))
+
+    def wanted(self, path: Sequence[Node], missing: int) -> int:
+        """Return how many more window pages a request takes that starts after `path` and continues
+        with `missing` more pages.
+        """
+        return min(missing, self.span - (len(path) - self.first_seen(len(path))))
+
+    def unused_in_sight(self, path: Sequence[Node]) -> list[int]:
+        """Return the window pages in sight after `path` that no request uses."""
+        return [node.window_page for node in path[self.first_seen(len(path)) :] if not node.window_users]
 
     def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
         """Start a request's list with the window pages in sight after `path`. `ends`: numbers of
@@ -102,7 +125,7 @@ class Windows:
         held.pages = [node.window_page for node in seen]
         held.ends = ends
         for node in seen:
-            self._unused.pop(node.window_page, None)
+            self._use(node.window_page)
             node.window_users += 1
 
     def ask(self, held: WindowList, end: int) -> None:
@@ -111,10 +134,10 @@ class Windows:
 
     def grow(self, held: WindowList, count: int) -> None:
         """Append `count` pages to a request's list; unused pages of nodes are evicted if needed.
-        At least `count` must be `available`.
+        At least `count` must be `available`, and of shared pages they must be free.
         """
-        for _ in range(count - self._pool.free):
-            self._evict()
+        for _ in range(count - self._pool.free if self._shared is None else 0):
+            self.evict()
         held.pages += self._pool.take(count)
 
     def slide(self, held: WindowList, cells: int) -> bool:
@@ -164,7 +187,7 @@ class Windows:
             if node.window_page:
                 del self._nodes[node.window_page]
                 if not node.window_users:
-                    del self._unused[node.window_page]
+                    self._use(node.window_page)
                     self._pool.give([node.window_page])
 
     def release(self, held: WindowList) -> None:
@@ -179,7 +202,8 @@ class Windows:
 
     def audit(self, lists: Iterable[WindowList], nodes: Iterable[Node]) -> None:
         """Raise AssertionError unless each page has exactly one owner and its users are counted.
-        `lists`: those of all requests with pages; `nodes`: all those of the cache. O(pages)."""
+        `lists`: those of all requests with pages; `nodes`: all those of the cache. O(pages). Owners
+        of shared pages are checked by `SharedPages.audit`."""
         lists = list(lists)
         cached = {node.window_page: node for node in nodes if node.window_page}
         assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"
@@ -190,9 +214,39 @@ class Windows:
         assert self._unused.keys() == {page for page, count in users.items() if not count}, "unused window pages"
         kept = [page for held in lists for page in held.kept.values()]
         assert len(kept) == self.kept, f"{len(kept)} window pages are kept, {self.kept} are counted"
+        if self._shared is not None:
+            return
         own = [page for page in listed if page not in cached]
         places = sorted([*self._pool.free_pages(), *cached, *own, *kept])
         assert places == list(range(1, self.num_pages + 1)), f"window pages lost or held twice: {places}"
+
+    def in_use(self, lists: Iterable[WindowList]) -> list[int]:
+        """Return the pages that requests use or keep, each once unless it has two owners; `lists`
+        are those of all requests with pages.
+        """
+        lists = list(lists)
+        listed = [page for held in lists for page in held.pages]
+        kept = [page for held in lists for page in held.kept.values()]
+        used = [page for page, node in self._nodes.items() if node.window_users]
+        return [*kept, *used, *(page for page in listed if page not in self._nodes)]
+
+    @property
+    def unused(self) -> list[int]:
+        """The pages of nodes that no request uses, least recently used first."""
+        return list(self._unused)
+
+    def evict(self) -> None:
+        """Free the least recently used unused page of a node. There must be one."""
+        page = next(iter(self._unused))
+        self._use(page)
+        self._nodes.pop(page).window_page = 0
+        self._pool.give([page])
+        self.evicted += 1
+
+    def _use(self, page: int) -> None:
+        """Note that an unused page of a node is no longer unused. Does nothing for others."""
+        if self._unused.pop(page, None) is not None and self._shared is not None:
+            self._shared.use_window(page)
 
     def _drop(self, page: int) -> None:
         """Remove one user of a node's page, or free a request's own page."""
@@ -202,15 +256,11 @@ class Windows:
             return
         node.window_users -= 1
         if not node.window_users:
-            self._unused[page] = None
-
-    def _evict(self) -> None:
-        """Free the least recently used unused page of a node."""
-        page = next(iter(self._unused))
-        del self._unused[page]
-        self._nodes.pop(page).window_page = 0
-        self._pool.give([page])
-        self.evicted += 1
+            # A request drops its window pages just before its other pages, which then have the
+            # same tick.
+            self._unused[page] = self._clock() + 1
+            if self._shared is not None:
+                self._shared.leave_window(page)
 
 
 def least_window_pages(limits: Limits) -> int:

@@ -50,6 +50,7 @@ class Case(test_model_laws.Case):
     def engine(self, **settings: Any) -> WindowEngine:
         """Make an engine over the checkpoint."""
         memory = (CONTEXT // 4 + 2 if self.keeps_all else 8) * self.page_bytes(4)
+        settings = {"kv_memory": "split", **settings}
         return WindowEngine(self.folder, kv_cache_memory=memory, max_requests=4, **self.settings, **settings)
 
 
@@ -86,7 +87,8 @@ def test_windows_without_a_prefix_cache_and_one_step_at_a_time(case: Case) -> No
 def test_the_ledger_says_what_windows_are_kept_in(tmp_path: Path, step: int, pools: int) -> None:
     folder = save(gemma3(max_position_embeddings=CONTEXT), tmp_path)
     given = {"model": str(folder), "device": os.environ["LANE_DEVICE"], "dtype": "float32", "graph": "off"}
-    started = start(resolve_config({**given, "max_batch_tokens": step, "max_requests": 2, "page_size": 4}, environ()))
+    given |= {"max_batch_tokens": step, "max_requests": 2, "page_size": 4, "kv_memory": "split"}
+    started = start(resolve_config(given, environ()))
     limits, rows = started.worker.limits, started.ledger.rows
     (windows,) = (row for row in rows if row.topic == "window cache")
     whom = [row.reason.partition(";")[0].removeprefix("first that serves ") for row in rows if row.topic == "attention"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.checkpoint.parallel_sizes import check_topology, legal_tp
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology, legal_tp
 from sglcore.core.errors import ConfigError
 from sglcore.runtime.parallel.expert_placement import Placement, in_order
 from sglcore.worker.step_plan import StepPlan

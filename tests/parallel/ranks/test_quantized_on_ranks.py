@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglcore.checkpoint.model_config import read_config
-from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.parallel.parallel_sizes import check_topology
 from sglcore.core.errors import ConfigError
 from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import QuantizedWeight

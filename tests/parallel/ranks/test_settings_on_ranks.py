@@ -18,7 +18,7 @@ from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.start import start
 from tests import deepseek_v4, latent
-from tests.checkpoints import bert, llama, save
+from tests.checkpoints import bert, gemma2, llama, save
 from tests.laws import test_pooling_laws as pooling
 from tests.laws import test_prompt_embeds as images
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
@@ -40,6 +40,7 @@ ASKED: MappingProxyType[str, tuple[Callable[[], Any], dict[str, Any]]] = Mapping
         "cells of 8 bits": (llama, {"kv_cache_dtype": "int8"}),
         "latent rows of 8 bits": (latent.deepseek_v3, {"kv_cache_dtype": "fp8", "page_size": 16}),
         "windows and blocks of 8 bits": (deepseek_v4.deepseek_v4, {"kv_cache_dtype": "fp8", "page_size": 16}),
+        "windows in the memory of other pages": (gemma2, {"kv_memory": "shared"}),
         "prompts by slices of layers": (llama, {"prompt_slices": "20"}),
         "rows in host memory": (
             latent.deepseek_v32,

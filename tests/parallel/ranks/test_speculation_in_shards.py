@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -159,7 +159,7 @@ def on_ranks(
     given = {"max_batch_tokens": 16, "poison": settings["tp"] == 2, **settings}
     with RankedEngine(folder, recording(records, defect), **given) as engine:
         if length is not None:
-            engine.loop._length._length = length
+            cast(Any, engine.loop)._length._length = length
         return run(engine), engine.scheduler.drafts
 
 

@@ -90,10 +90,10 @@ class NeverSlidesRows(RunningRequests):
 class KeepsTheEntry(Silent):
     """A node keeps naming an evicted window page."""
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         node = self._nodes[next(iter(self._unused))]
         page = node.window_page
-        super()._evict()
+        super().evict()
         node.window_page = page
 
     def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
@@ -119,7 +119,7 @@ class GivesAUsedPageAway(Silent):
     def _drop(self, page: int) -> None:
         super()._drop(page)
         if page in self._nodes:
-            self._unused[page] = None
+            self._unused[page] = 0
 
 
 class ForgetsUsers(Silent):
@@ -128,7 +128,7 @@ class ForgetsUsers(Silent):
     def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
         super().restore(held, path, ends)
         for node in path[held.first :]:
-            self._unused[node.window_page] = None
+            self._unused[node.window_page] = 0
 
 
 class CountsNoUsers(Windows):
@@ -141,7 +141,7 @@ class CountsNoUsers(Windows):
 class KeepsUsedPagesAmongTheUnused(Windows):
     def restore(self, held: WindowList, path: Sequence[Node], ends: set[int]) -> None:
         super().restore(held, path, ends)
-        self._unused.update(dict.fromkeys(held.pages))
+        self._unused.update(dict.fromkeys(held.pages, 0))
 
 
 class ForgetsWhatItKeeps(Windows):

@@ -69,7 +69,7 @@ def int8_cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
     return cell_bytes(_wider(layers), torch.uint8)
 
 
-INT8_POOL = PoolKind(Int8TokenToKVPool, int8_cell_bytes, kv_cache_dtype="int8")
+INT8_POOL = PoolKind(Int8TokenToKVPool, int8_cell_bytes, kv_cache_dtype="int8", windows=Int8TokenToKVPool.windows)
 """The kind of pool that `--kv-cache-dtype int8` selects."""
 
 

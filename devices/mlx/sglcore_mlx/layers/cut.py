@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from sglcore.checkpoint.tensor_parallel import Range
+from sglcore.checkpoint.parallel.tensor_parallel import Range
 from sglcore.core.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from sglcore.checkpoint.tensor_parallel import Range
+from sglcore.checkpoint.parallel.tensor_parallel import Range
 from sglcore_mlx.layers.linear import Embedding, Head, Identified
 from sglcore_mlx.parallel.ranks import Ranks
 

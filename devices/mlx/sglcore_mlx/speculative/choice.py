@@ -84,7 +84,7 @@ class Speculation:
             return "the text is the same as without"
         return f"with {self.rule}, the distribution of texts is the same, not each token"
 
-    def laws_bytes(self, requests: int, vocab_size: int) -> int:
+    def draft_probs_bytes(self, requests: int, vocab_size: int) -> int:
         """Return the bytes of the draft distributions of so many requests, float32; 0 if no rule
         reads them, or if draft tokens are certain."""
         return 0 if self.rule == COUPLED or self.folder is None else 4 * requests * self.tokens * vocab_size

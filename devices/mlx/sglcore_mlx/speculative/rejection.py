@@ -36,24 +36,24 @@ COIN_BITS = 24
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Draft tokens of B requests with roots at `lengths` int32[B]. `tokens` int32[B, k]; `offered`
-    bool[B, k]: may be accepted (False after the first False). `laws` float32[B, k, V]: the
+    bool[B, k]: may be accepted (False after the first False). `probs` float32[B, k, V]: the
     distributions they were drawn from; None: they were certain."""
 
     tokens: mx.array
     offered: mx.array
     lengths: mx.array
-    laws: mx.array | None = None
+    probs: mx.array | None = None
 
-    def law(self, place: mx.array, vocab_size: int) -> mx.array:
+    def probs_at(self, place: mx.array, vocab_size: int) -> mx.array:
         """Return float32[B, V]: the distribution of draft token number `place` int32[B]; zeros
         where no token is offered."""
         last, rows = self.tokens.shape[1] - 1, mx.arange(self.tokens.shape[0])
         within = mx.minimum(place, last)
-        if self.laws is None:
-            law = (mx.arange(vocab_size)[None] == self.tokens[rows, within][:, None]).astype(mx.float32)
+        if self.probs is None:
+            probs = (mx.arange(vocab_size)[None] == self.tokens[rows, within][:, None]).astype(mx.float32)
         else:
-            law = self.laws[rows, within]
-        return law * (self.offered[rows, within] & (place <= last))[:, None]
+            probs = self.probs[rows, within]
+        return probs * (self.offered[rows, within] & (place <= last))[:, None]
 
 
 class Rejection:
@@ -69,9 +69,9 @@ class Rejection:
         state."""
         coins = draw_coins(state.seed_words, chain.lengths, chain.tokens.shape[1])
         accepted, share = self._accepted(logits, state, chain, coins)
-        law = self.sampler.probabilities(logits[mx.arange(logits.shape[0]), accepted], state)
-        rest = self._rest(law, chain.law(accepted, law.shape[1]), share)
-        weights = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, law)
+        probs = self.sampler.probabilities(logits[mx.arange(logits.shape[0]), accepted], state)
+        rest = self._rest(probs, chain.probs_at(accepted, probs.shape[1]), share)
+        weights = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
         tokens, bad = self.sampler.draw_by_weight(weights, state.seed_words, chain.lengths + accepted + 1)
         return accepted, tokens, bad
 
@@ -91,13 +91,13 @@ class Rejection:
         """Return float32[B, V]: how much the scaled target distribution exceeds the draft's."""
         return mx.maximum(share[:, None] * target - draft, 0)
 
-    def _law(self, chain: Chain, place: int, vocab_size: int) -> mx.array:
-        return chain.law(mx.full(chain.lengths.shape, place, mx.int32), vocab_size)
+    def _draft_probs_at(self, chain: Chain, place: int, vocab_size: int) -> mx.array:
+        return chain.probs_at(mx.full(chain.lengths.shape, place, mx.int32), vocab_size)
 
-    def _of_token(self, law: mx.array, chain: Chain, place: int) -> tuple[mx.array, mx.array]:
+    def _of_token(self, probs: mx.array, chain: Chain, place: int) -> tuple[mx.array, mx.array]:
         """Return both distributions' probability of draft token number `place`, float32[B] each."""
         token = mx.maximum(chain.tokens[:, place, None], 0)
-        both = law, self._law(chain, place, law.shape[1])
+        both = probs, self._draft_probs_at(chain, place, probs.shape[1])
         target, draft = (mx.take_along_axis(each, token, axis=1)[:, 0] for each in both)
         return target, draft
 
@@ -113,12 +113,12 @@ class BlockRejection(Rejection):
         share = kept = mx.ones_like(coins[:, 0])
         accepted = mx.zeros_like(count)
         for place in range(chain.tokens.shape[1]):
-            law = self.sampler.probabilities(logits[:, place], state)
+            probs = self.sampler.probabilities(logits[:, place], state)
             if place:
-                rest = self._rest(law, self._law(chain, place, law.shape[1]), share).sum(axis=-1)
+                rest = self._rest(probs, self._draft_probs_at(chain, place, probs.shape[1]), share).sum(axis=-1)
                 taken = (coins[:, place - 1] * (rest + 1 - share) < rest) & (place < count)
                 accepted, kept = mx.where(taken, place, accepted), mx.where(taken, share, kept)
-            target, draft = self._of_token(law, chain, place)
+            target, draft = self._of_token(probs, chain, place)
             share = mx.where(place < count, mx.minimum(share * target / draft, 1.0), share)
             taken = (coins[:, place] < share) & (count == place + 1)
             accepted, kept = mx.where(taken, place + 1, accepted), mx.where(taken, share, kept)
@@ -167,16 +167,16 @@ class RejectionStepper(SpeculativeStepper):
     def _offered(self, placed: Placed, slots: mx.array) -> Chain:
         """Return the draft tokens that a verification offers to the rule."""
         width = placed.ids.shape[1]
-        proposals, laws = self._drafts.proposals[slots][:, : width - 1], self._laws_of(width - 1)
+        proposals, draft_probs = self._drafts.proposals[slots][:, : width - 1], self._probs_of(width - 1)
         offered = (proposals >= 0) & placed.is_usable[:, 1:]
-        if laws is not None:
+        if draft_probs is not None:
             # A draft with non-finite logits has drawn from no distribution.
             token = mx.maximum(proposals, 0)[:, :, None]
-            offered = offered & (mx.take_along_axis(laws, token, axis=2)[:, :, 0] > 0)
+            offered = offered & (mx.take_along_axis(draft_probs, token, axis=2)[:, :, 0] > 0)
         offered = mx.cumprod(offered.astype(mx.int32), axis=1) > 0
-        return Chain(proposals, offered, self._drafts.lengths[slots], laws)
+        return Chain(proposals, offered, self._drafts.lengths[slots], draft_probs)
 
-    def _laws_of(self, count: int) -> mx.array | None:
+    def _probs_of(self, count: int) -> mx.array | None:
         """Return float32[B, count, V]: the distributions of the first `count` draft tokens of the
         step's requests; None: they are certain."""
         return None
@@ -192,7 +192,7 @@ class DraftRejectionStepper(RejectionStepper, DraftStepper):
     def __init__(self, *given: Any, **options: Any) -> None:
         """As `RejectionStepper`, with the options of `DraftStepper`."""
         super().__init__(*given, **options)
-        self._laws: dict[int, tuple[mx.array, int]] = {}
+        self._draft_probs: dict[int, tuple[mx.array, int]] = {}
         self._made: list[mx.array] = []
         self._slots = self._limits = np.zeros(0, np.int32)
 
@@ -202,21 +202,21 @@ class DraftRejectionStepper(RejectionStepper, DraftStepper):
         self._slots, self._limits = rows.select(batch.slots), rows.select(batch.cell_limits)
         return super()._generate(batch)
 
-    def _laws_of(self, count: int) -> mx.array | None:
-        held = [self._laws[slot] for slot in self._slots.tolist()]
+    def _probs_of(self, count: int) -> mx.array | None:
+        held = [self._draft_probs[slot] for slot in self._slots.tolist()]
         found = [own[0][0][mx.array([row for _, row in own]), :count] for own in _runs(held)]
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def _drawing(self, lengths: mx.array, width: int) -> Draw:
-        state_at, laws = self._sampling.state_of_requests(width), list[mx.array]()
+        state_at, draft_probs = self._sampling.state_of_requests(width), list[mx.array]()
         words = step_words(state_at(lengths).seed_words, lengths, DRAFTS)
 
         def draw(logits: mx.array, positions: mx.array) -> mx.array:
             own = replace(state_at(positions), seed_words=words)
-            laws.append(self.rule.sampler.probabilities(logits, own))
+            draft_probs.append(self.rule.sampler.probabilities(logits, own))
             return self.rule.sampler.sample(logits, own).token_ids
 
-        self._made = laws
+        self._made = draft_probs
         return draw
 
     def _store(self, slots: mx.array, *given: Any) -> None:
@@ -225,9 +225,11 @@ class DraftRejectionStepper(RejectionStepper, DraftStepper):
         if self._made:
             made, own = mx.stack(self._made, axis=1), self._slots.tolist()
             # Of an older array only the rows of other requests are kept.
-            others = {slot: (law[row : row + 1], 0) for slot, (law, row) in self._laws.items() if slot not in own}
-            self._laws = others | {slot: (made, row) for row, slot in enumerate(own)}
-            self._drafts.laws = [made, *(law for law, _ in others.values())]
+            others = {
+                slot: (probs[row : row + 1], 0) for slot, (probs, row) in self._draft_probs.items() if slot not in own
+            }
+            self._draft_probs = others | {slot: (made, row) for row, slot in enumerate(own)}
+            self._drafts.draft_probs = [made, *(probs for probs, _ in others.values())]
             self._drop(slots)
 
     def _drop(self, slots: mx.array) -> None:

@@ -19,19 +19,25 @@ class Drafts:
     """Tables by request slot, lazy arrays that one step hands to the next. `lengths` int32[slots +
     1]: number of valid KV slots; `proposals` int32[slots + 1, k]: draft tokens after the last
     token, NONE after the last draft token; `trees` int32[slots + 1, 4, k + 1]: the table of each
-    draft tree, as `trees.tables_of` (None: draft tokens are chains). `laws`: the distributions of
-    draft tokens, if an acceptance rule reads them; `kept`: what a drafter keeps by request
-    slot."""
+    draft tree, as `trees.tables_of` (None: draft tokens are chains). `draft_probs`: the
+    distributions of draft tokens, if an acceptance rule reads them; `kept`: what a drafter keeps by
+    request slot."""
 
     lengths: mx.array
     proposals: mx.array
     trees: mx.array | None = None
-    laws: list[mx.array] = field(default_factory=list)
+    draft_probs: list[mx.array] = field(default_factory=list)
     kept: list[mx.array] = field(default_factory=list)
 
     def arrays(self) -> list[mx.array]:
         """Return all tables."""
-        return [self.lengths, self.proposals, *self.laws, *self.kept, *(() if self.trees is None else (self.trees,))]
+        return [
+            self.lengths,
+            self.proposals,
+            *self.draft_probs,
+            *self.kept,
+            *(() if self.trees is None else (self.trees,)),
+        ]
 
 
 def make_drafts(max_requests: int, tokens: int) -> Drafts:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Constraint, constraints
+from sglcore.checkpoint.parallel.tensor_parallel import MOST_WIDTH, Constraint, constraints
 from sglcore.core.errors import ConfigError
 from sglcore.worker.topology import Topology, divisors
 

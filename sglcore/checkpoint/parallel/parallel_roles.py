@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.checkpoint.parallel.tensor_parallel import Range, Shard
 from sglcore.checkpoint.recurrent_config import delta_net_config, mamba2_config
-from sglcore.checkpoint.tensor_parallel import Range, Shard
 
 _BY_INPUTS = frozenset({"o_proj", "out_proj", "o_b_proj", "down_proj", "Wo"})
 _HEADS_OF_SEQUENCES = ("classifier.", "pooler.")

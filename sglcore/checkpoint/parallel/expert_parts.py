@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec
-from sglcore.checkpoint.tensor_parallel import Range
+from sglcore.checkpoint.parallel.tensor_parallel import Range
 
 GROUP = 32
 """Elements of a row with one scale in MXFP4 (OCP Microscaling Formats 1.0)."""

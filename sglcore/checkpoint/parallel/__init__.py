@@ -1,0 +1,1 @@
+"""How a checkpoint's weights and sizes are divided among ranks."""
