@@ -210,6 +210,10 @@ class ScheduleBatch:
     mrope_positions: Ints | None = None
     """int32[3, T] (optional): the positions of each token by time, height and width. None: no
     token's three positions differ."""
+    ngram_starts: Ints | None = None
+    """None: the device knows a text's earlier tokens. It goes with API 4."""
+    ngram_lens: Ints | None = None
+    """None, as `ngram_starts`."""
     cell_limits: Ints | None = None
     """int32[B] (optional): KV slots of the row that are in its pages and that its output, or a
     draft tree after its last token, can need. None: the worker makes no draft tokens

@@ -19,7 +19,7 @@ from devices.mlx.tests.test_declared_fields import WiderBatch, WiderSchedule
 from devices.mlx.tests.test_draft_texts import SETTINGS, opened, prompts
 from sglcore.engine.start import embedded_model
 from sglcore.worker.schedule_batch import ScheduleBatch
-from sglcore_mlx import bring_up, forward
+from sglcore_mlx import bring_up, forward, worker_bring_up
 from sglcore_mlx.attention import prompt
 from sglcore_mlx.attention.processor import ProcessorAttention
 from sglcore_mlx.attention.prompt import PromptPlan
@@ -98,10 +98,10 @@ def reading(patch: Patch, waits: bool = True) -> Iterator[Counter[str]]:
         inside.setattr(bring_up, "select_attention", lambda *given, **how: Reading)
         inside.setattr(PromptPlan, "forward", watched("prompt", PromptPlan.forward))
         inside.setattr(TailAttention, "attend", watched("draft", TailAttention.attend))
-        parts = bring_up.DraftParts
-        inside.setattr(bring_up, "DraftParts", lambda *given: replace(parts(*given), batch_type=WiderBatch))
+        parts = worker_bring_up.DraftParts
+        inside.setattr(worker_bring_up, "DraftParts", lambda *given: replace(parts(*given), batch_type=WiderBatch))
         for name in ("Stepper", "SpeculativeStepper", "DraftStepper"):
-            inside.setattr(bring_up, name, wider(getattr(bring_up, name)))
+            inside.setattr(worker_bring_up, name, wider(getattr(worker_bring_up, name)))
         yield seen
 
 
@@ -211,7 +211,7 @@ def test_drafts_with_the_fields_of_another_request_are_caught(kind: str, name: s
 
 
 def test_draft_tokens_are_of_the_request_slots_that_draft(monkeypatch: Patch) -> None:
-    right, checked = bring_up.DraftStepper._store, list[int]()
+    right, checked = worker_bring_up.DraftStepper._store, list[int]()
 
     def checking(self: Any, slots: mx.array, pages: mx.array, begun: Any, *rest: Any) -> None:
         # A request may run a step past its last token, in slot 0.
@@ -220,6 +220,6 @@ def test_draft_tokens_are_of_the_request_slots_that_draft(monkeypatch: Patch) ->
         checked.append(int(found.sum()))
         right(self, slots, pages, begun, *rest)
 
-    monkeypatch.setattr(bring_up.DraftStepper, "_store", checking)
+    monkeypatch.setattr(worker_bring_up.DraftStepper, "_store", checking)
     served("eagle3")
     assert max(checked) > 10
