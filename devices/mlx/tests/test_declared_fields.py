@@ -17,7 +17,7 @@ from devices.mlx.tests import test_steps
 from sglcore.step.batch_field import Axis, batch_field, batch_record, sentinel
 from sglcore.step.emitting_rows import within
 from sglcore.worker.schedule_batch import ScheduleBatch
-from sglcore_mlx import bring_up, inputs, stepper
+from sglcore_mlx import inputs, stepper, worker_bring_up
 from sglcore_mlx.forward_batch import ForwardBatch
 
 
@@ -78,7 +78,7 @@ def wider(patch: pytest.MonkeyPatch) -> Iterator[None]:
             return super().launch(widened(batch))
 
     with patch.context() as inside:
-        inside.setattr(bring_up, "Stepper", WiderStepper)
+        inside.setattr(worker_bring_up, "Stepper", WiderStepper)
         yield
 
 
