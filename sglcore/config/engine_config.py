@@ -199,8 +199,8 @@ class EngineConfig:
         None,
         "Offload the KV cache of sparse attention to host memory; the device keeps the"
         " entries used last: on, auto (if it is predicted to pay), off (default), a JSON object such as"
-        ' {"device_buffer_size": 4096}, or a file that contains one. An error on models without sparse'
-        " attention, and on devices that cannot read host memory.",
+        ' {"device_buffer_size": 4096}, or a file that contains one. Except with auto, an error on models without'
+        " sparse attention, and on devices that cannot read host memory.",
     )
     attention_backend: str | None = setting(
         None,

@@ -236,8 +236,8 @@ class ServerConfig:
     )
     tool_parser: str = setting(
         "auto",
-        "Parser of tool calls: auto (default: detected from the chat template), off, or a parser's name"
-        " (an error if it does not fit the chat template).",
+        "Parser of tool calls: auto (default: detected from the chat template), off (requests with tools are"
+        " refused), or a parser's name (an error if it does not fit the chat template).",
     )
     reasoning_parser: str = setting(
         "auto",

@@ -34,9 +34,13 @@ def counter(target: Target) -> Counter:
     return Bytes(target.facts().tensor_device) if "torch_runtime" in target.capabilities() else Parts()
 
 
+COUNTED = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors with bytes of their own. Others, such as fake tensors, may have no storage."""
+
+
 class Bytes:
     """Counts bytes of device memory that this process holds for tensors; where host memory is
-    device memory, the bytes of all its torch tensors."""
+    device memory, the bytes of all its torch tensors and parameters."""
 
     what = "bytes"
 
@@ -51,7 +55,7 @@ class Bytes:
         if not self._is_host:
             torch.accelerator.synchronize()
             return int(torch.accelerator.memory_allocated())
-        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and not thing.is_mkldnn]
+        tensors = [thing for thing in gc.get_objects() if type(thing) in COUNTED and not thing.is_mkldnn]
         storages = {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in tensors}
         return sum(storages.values())
 

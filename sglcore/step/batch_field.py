@@ -270,11 +270,12 @@ def batch_field(
 
 @dataclass_transform()
 def batch_record(host: type) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that makes a dataclass of the fields declared with `batch_field`,
-    which are read from batches of type `host`.
+    """Return a class decorator that makes a dataclass of the fields declared with `batch_field`.
+    `host` is the type of the batches from which fields with `read` come.
 
     Raises TypeError if a field is not declared with `batch_field`, reads an attribute that `host`
-    does not have, or mirrors a field that the class does not have.
+    does not have, mirrors a field that the class does not have, or is clipped and mirrors a field
+    without `moved`.
     """
 
     def make(kind: type[T]) -> type[T]:

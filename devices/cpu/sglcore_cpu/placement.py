@@ -122,8 +122,9 @@ def _nodes_wanted(topology: Topology, order: list[int], asked: int | None, weigh
 
 
 def _that_hold(topology: Topology, order: list[int], weight_bytes: int) -> int:
-    """Return the least number of nodes of `order`, taken from its start, with enough free memory
-    for the weights; all of them if even they have not, 1 if the free memory is unknown."""
+    """Return the least number of nodes, taken from the start of `order`, such that the weights take
+    at most SHARE_OF_NODE of their free memory; all nodes if none is enough, 1 if the free memory is
+    unknown."""
     if not topology.memory:
         return 1
     for count in range(1, len(order)):

@@ -10,7 +10,7 @@ from sglcore_cuda.kernels import tuning
 
 class TritonAttention(PortableAttention):
     """Decoder attention for every page size and head size, with windows, softcaps and sinks: the
-    core's class, which calls `make_tuning` for its launch parameters."""
+    core's class with this package's launch parameters (`make_tuning`)."""
 
     def make_tuning(self) -> Tuning:
         """Return the launch parameters for the current GPU, the same that the kernel table uses."""

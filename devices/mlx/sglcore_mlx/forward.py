@@ -236,7 +236,7 @@ def extend_forward(
 ) -> tuple[mx.array, mx.array | None]:
     """Return hidden states [T, H] of any batch that writes to the KV cache, and those before the
     last norm if the batch requests them (else None); updates KV cache and recurrent states in
-    `state`. Queues only."""
+    `state`. Builds the lazy graph only."""
     extend = begin_extend(attention, model.layers, batch, table, state, batch_type)
     if extend.forward.return_hidden_states_before_norm:
         hidden, before = model.with_norm_inputs(extend.forward)

@@ -222,8 +222,9 @@ def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor,
 
 
 def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
-    """Raise LawBroken unless this step's keys and values are in their KV slots and no other slot
-    changed; page 0, for padding, is not checked."""
+    """Raise LawBroken, with a message that begins with `text`, unless the pool after the step
+    (`found`) has the keys and values of `contents` in their KV slots, this step's included, and
+    nothing in other slots. Page 0, for padding, is not checked."""
     pool = harness.pool
     size, lengths = pool.page_size, [before + new for before, new in contents.rows]
     for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):

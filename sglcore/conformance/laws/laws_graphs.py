@@ -1,5 +1,5 @@
-"""Laws of level C2 (runner): the graphs of a device by themselves: a replay reads what the captured
-buffers hold now, and errors leave graphs usable."""
+"""Laws of level C2 (runner): the graphs of a device by themselves. A replay reads what the
+captured buffers hold now, replays run in their order, and errors leave graphs usable."""
 
 from __future__ import annotations
 

@@ -102,12 +102,13 @@ class Compiling:
 
     @property
     def is_done(self) -> bool:
-        """Whether `start` and `start_after` return or raise at once."""
+        """Whether `start` and `start_after` return or raise at once: the grammar is compiled or has
+        failed, or its time is up."""
         return self._future.done() or time.monotonic() >= self._until
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is done, at most `seconds` (None: the rest of its time); returns whether it
-        is done."""
+        """Wait until `is_done`, at most `seconds` (None: the rest of its time); return `is_done`,
+        which with None is always True."""
         left = max(self._until - time.monotonic(), 0.0)
         try:
             self._future.exception(left if seconds is None else min(seconds, left))

@@ -182,8 +182,8 @@ class NextToken(Architecture):
 
     @classmethod
     def naming(cls, config: ModelConfig) -> Callable[[str], str]:
-        """Map the tensors of the MTP layers to a model's own names, all others to `target.*`, which
-        is not read.
+        """Map the tensors of the MTP layers to this model's own names. All others, and the layers'
+        own copies of embedding and head, become `target.*`, which is not read.
         """
         return partial(_own_name, config.words[NAMES], config.words[PREFIXES])
 
@@ -192,7 +192,9 @@ class NextToken(Architecture):
         return self.heads[0](batch)
 
     def logits(self, hidden: Array) -> Array:
-        """Return float32 [N, vocab] of hidden states [N, H], by the first predictor."""
+        """Return float32 [N, vocab] of hidden states [N, H] after the norm, as a call of any
+        predictor returns them; all predictors share the head.
+        """
         return self.heads[0].logits(hidden)
 
     def project(self, features: Array) -> Array:

@@ -90,7 +90,7 @@ class PlainSource:
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
         """Fill `target`, a tensor of the same shape on any device, cast to its dtype; calls
-        `report` for each piece.
+        `report` with the number of bytes of each piece that was read.
         """
         self.file.copy(self.entry, target, report)
 

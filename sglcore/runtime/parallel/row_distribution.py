@@ -67,7 +67,10 @@ class RowMoves:
         return self._plan.is_padded
 
     def _own_size(self) -> int:
-        """Return the number of rows that this shard contributes to an exchange."""
+        """Return the number of rows that this shard contributes to an exchange, padding included:
+        its own, or those of the largest shard if the plan is padded, rounded up to a multiple of
+        the shard's ranks.
+        """
         return self._plan.sizes(self._groups.attn_tp.size)[self._shard]
 
     def _part_size(self) -> int:

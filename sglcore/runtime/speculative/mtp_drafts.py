@@ -102,7 +102,8 @@ class MultiHeadDrafter:
     def run_verified(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
         """Yield each layer's output [R, H] for the last accepted token of each request.
 
-        The next layer reads the tokens that were drawn meanwhile.
+        `features` [T, H]: those of the rows, projected. The caller draws a token from each output
+        and writes it to `_beyond`, where the next layer reads it.
         """
         count = len(rows.most_lens)
         if not count:

@@ -214,7 +214,9 @@ class SpeculativeWorker(TpModelWorker):
         return hidden if self._feature_size is None else hidden[:, : -self._feature_size]
 
     def _steps_of(self, width: int) -> int:
-        """Return the rows per request of a `Verified`, where a step has `width`."""
+        """Return how many rows of each request a `Verified` has after a step of `width` rows: all
+        of them; with draft trees, those of one path.
+        """
         return width
 
     def _arrays(

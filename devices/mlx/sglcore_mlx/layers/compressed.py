@@ -108,7 +108,8 @@ class BlockRows:
         self._eps, self._rotary = build.config.rms_norm_eps, rotary
 
     def finish(self, blocks: mx.array, positions: mx.array) -> mx.array:
-        """Implements `Finish`: returns float32 [N, size]."""
+        """Implements `Finish`: returns float32 [N, size]. `positions`: those of the first token of
+        each block."""
         normed = mx.fast.rms_norm(blocks, self._weight, self._eps)
         return turned(normed[:, None], self._rotary.angles(positions))[:, 0]
 

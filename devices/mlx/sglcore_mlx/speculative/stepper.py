@@ -215,7 +215,9 @@ class SpeculativeStepper(Stepper):
         self._propose(rows.slots, made.runs.lengths, made.runs.roots, rows.most)
 
     def _steps_of(self, width: int) -> int:
-        """Return the tokens of each request in a `Verified`, where a step has `width`."""
+        """Return how many rows of each request a `Verified` has after a step of `width` rows: all
+        of them; with draft trees, those of one path.
+        """
         return width
 
     def _more_fields(self, placed: Placed, slots: mx.array) -> dict[str, mx.array]:

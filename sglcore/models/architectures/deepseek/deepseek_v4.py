@@ -131,8 +131,8 @@ class LimitedExperts:
 
 
 class DeepseekV4Layer:
-    """Attention and experts. Before each, a hyper-connection combines the streams into one; after
-    it, distributes the result over the streams."""
+    """Attention and experts. Before each, a hyper-connection combines the n streams [T, n, H] into
+    one; after it, distributes the result over the streams."""
 
     __slots__ = ("attn_hc", "ffn_hc", "input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 

@@ -66,7 +66,7 @@ def add_rms_norm_kernel(
 ):
     """Implements `KernelTable.add_rms_norm` in place: `residual` gets the sum and `x` its norm.
 
-    One program per ROWS rows of SIZE elements. Reads and writes both at least once, 4 * rows * SIZE
+    One program per ROWS rows of SIZE elements. Reads and writes both once, 4 * rows * SIZE
     elements.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -35,7 +35,8 @@ class Embedding(Answer):
 
 
 class EmbeddingAnswer(PoolingAnswer):
-    """The vectors, in the order of the inputs."""
+    """Answer of /v1/embeddings, as the OpenAPI document shows it: the vectors, in the order of the
+    inputs."""
 
     object: Literal["list"]
     data: list[Embedding]

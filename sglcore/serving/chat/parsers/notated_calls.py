@@ -34,8 +34,9 @@ _ENDS = (",", "]", "}", ")")
 @dataclass(frozen=True, slots=True)
 class Notation:
     """A notation of tool calls: the texts around calls, arguments, names and values. An instance is
-    called as a `ToolScan`: it parses the text after the reasoning into content and calls, with
-    arguments converted to JSON. Any function name is accepted."""
+    called as a `ToolScan`: it parses the text after the reasoning into content and calls. Arguments
+    are converted to JSON as they are written (quotes make a text); the tools' schemas are not used,
+    and any function name is accepted."""
 
     begin: str
     """Text before the calls."""

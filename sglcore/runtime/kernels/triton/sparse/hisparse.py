@@ -111,8 +111,8 @@ def copy_rows_kernel(
     """Implements `KernelTable.copy_rows` for rows of SIZE words; `span` is the distance from
     loads[0] to loads[1].
 
-    One program per request and share: it copies every num_programs(1)-th tile of ROWS rows. Reads
-    and writes each row at least once, over the link between host and device.
+    One program per request and share: it copies every num_programs(1)-th tile of ROWS rows. Each
+    row moves once over the link between host and device, which bounds the time.
     """
     request, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # In a capture rehearsal the counts are not computed yet.
