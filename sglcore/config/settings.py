@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from sglcore.core.errors import ConfigError
 
 PREFIX = "SGLCORE_"
 
+_SIZE = re.compile(r"(.*?)\s*([KMGT])(?:iB?)?", re.IGNORECASE)
 _UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
 
 
@@ -113,13 +115,14 @@ def check_values(record: Any) -> None:
 
 
 def memory_bytes(name: str, text: str) -> int:
-    """Return the number of bytes of a size such as 512M, 1.5G or 1073741824, rounded down; K, M, G
-    and T in either case are powers of 1024. Raises ConfigError, which names the setting `name`, for
-    anything else. A negative size is not refused here."""
-    shift = _UNITS.get(text[-1:].upper())
+    """Return the number of bytes of a size such as 512M, 1.5 GiB or 1073741824, rounded down; K, M,
+    G and T, also as Ki or KiB and so on, in either case, are powers of 1024. Raises ConfigError,
+    which names the setting `name`, for anything else, also for KB or MB, which are powers of 1000
+    elsewhere. A negative size is not refused here."""
+    found = _SIZE.fullmatch(text.strip())
     try:
-        number = float(text[:-1]) * (1 << shift) if shift else float(text)
-        return int(number)
+        number, unit = found.groups() if found else (text, "")
+        return int(float(number) * (1 << _UNITS[unit.upper()] if unit else 1))
     except (ValueError, OverflowError):
         raise ConfigError(f"{name} is {text!r}", wanted="a size such as 512M, 4G or 1073741824") from None
 

@@ -99,9 +99,26 @@ def test_a_path_is_a_model_and_a_list_is_a_tuple() -> None:
     assert (config.model, config.graph_buckets) == ("/x", (2, 8))
 
 
-@pytest.mark.parametrize(("text", "count"), [("1073741824", 1 << 30), ("4G", 4 << 30), ("1.5m", 3 << 19), ("2K", 2048)])
+SIZES = {
+    "1073741824": 1 << 30,
+    "4G": 4 << 30,
+    "1.5m": 3 << 19,
+    "2K": 2048,
+    "64MiB": 1 << 26,
+    "3 gib": 3 << 30,
+    "2Ti": 2 << 40,
+}
+
+
+@pytest.mark.parametrize(("text", "count"), SIZES.items())
 def test_sizes(text: str, count: int) -> None:
     assert memory_bytes("x", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "MiB", "64MB", "1iB", "1GG", "4 Q", "nan", "inf"])
+def test_what_is_no_size_or_could_mean_two_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="x is .*; wanted a size such as 512M"):
+        memory_bytes("x", text)
 
 
 def test_it_is_frozen() -> None:
