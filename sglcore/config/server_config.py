@@ -249,7 +249,8 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318; default: no traces.",
+        "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318. Default: the tracer"
+        " provider that OpenTelemetry's agent gave this process; without one, no traces.",
     )
     log_file: str | None = setting(None, "File that log lines are appended to; default: standard error.")
     log_level: str = setting(

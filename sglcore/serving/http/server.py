@@ -28,7 +28,7 @@ from sglcore.serving.http.connection import Bounds, Connection
 from sglcore.serving.http.http_app import running_app
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware import with_middleware
-from sglcore.serving.http.tracing import Traces
+from sglcore.serving.http.opentelemetry_spans import spans_of
 from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 UNANSWERED = 1
@@ -57,8 +57,7 @@ async def serve(
     tls = tls_of(server)
     sockets = bind(server)
     frontend = ChatFrontend(config, server, chosen=chosen)
-    endpoint = server.otlp_traces_endpoint
-    traces = None if endpoint is None else Traces(endpoint, frontend.names[0])
+    traces = spans_of(server, frontend.names[0])
     logs = Logs(server)
     frontend.metrics.lost_log_records = lambda: logs.lost
     frontend.metrics.lost_spans = lambda: 0 if traces is None else traces.lost

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from sglcore.core.errors import ConfigError
@@ -31,6 +31,8 @@ SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
 message, and seconds of each of the two waits of `close`."""
 _PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SERVER, _ERROR = 2, 2
+FIRST_TOKEN = "first token"
+"""The name of the event of the first token in a span."""
 
 log = logging.getLogger("sglcore.serving")
 
@@ -66,6 +68,24 @@ class Answered:
     status: int
     seconds: float
     clocks: Sequence[RequestClock]
+
+
+class Spans(Protocol):
+    """Takes the span of each request: `Traces`, or `opentelemetry_spans.ProviderSpans`."""
+
+    @property
+    def lost(self) -> int:
+        """Number of spans that could not be sent."""
+        ...
+
+    def record(self, answered: Answered, traceparent: bytes | None) -> None:
+        """Take the span of a request that has just ended; `traceparent` is its header, if any. Does
+        not wait."""
+        ...
+
+    def close(self) -> None:
+        """Send what remains; called once."""
+        ...
 
 
 class Traces:
@@ -137,12 +157,15 @@ class Traces:
                 log.warning("sending traces to the collector at %s failed: %s", self._url, error)
 
 
-def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:
-    """Return the OTLP span, as a value to encode as JSON, of a request that ended at `ended`, in
-    nanoseconds since 1970. Without a `parent` it begins a new trace. `model`: the model's name, for
-    requests with prompts."""
-    started = ended - int(answered.seconds * 1e9)
+def first_token_of(answered: Answered) -> float | None:
+    """Return the seconds from the request to the first token of all its prompts; None: no token."""
     firsts = [clock.first_token_seconds for clock in answered.clocks if clock.first_token_seconds is not None]
+    return min(firsts, default=None)
+
+
+def attributes_of(answered: Answered, model: str) -> dict[str, Any]:
+    """Return a span's attributes by their names in OpenTelemetry's semantic conventions. `model`:
+    the model's name, for requests with prompts."""
     known: dict[str, Any] = {
         "http.request.method": answered.method,
         "http.route": answered.route,
@@ -157,8 +180,15 @@ def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> 
             "gen_ai.usage.output_tokens": sum(clock.tokens for clock in answered.clocks),
             "gen_ai.response.finish_reasons": [clock.outcome or "" for clock in answered.clocks],
         }
-    if firsts:
-        known["gen_ai.latency.time_to_first_token"] = min(firsts)
+    first = first_token_of(answered)
+    return known if first is None else {**known, "gen_ai.latency.time_to_first_token": first}
+
+
+def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:
+    """Return the OTLP span, as a value to encode as JSON, of a request that ended at `ended`, in
+    nanoseconds since 1970. Without a `parent` it begins a new trace. `model`: the model's name, for
+    requests with prompts."""
+    started, first = ended - int(answered.seconds * 1e9), first_token_of(answered)
     span = {
         "traceId": parent.trace_id if parent else secrets.token_hex(16),
         "spanId": secrets.token_hex(8),
@@ -166,8 +196,8 @@ def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> 
         "kind": _SERVER,
         "startTimeUnixNano": str(started),
         "endTimeUnixNano": str(ended),
-        "attributes": _attributes(known),
-        "events": [{"name": "first token", "timeUnixNano": str(started + int(min(firsts) * 1e9))}] if firsts else [],
+        "attributes": _attributes(attributes_of(answered, model)),
+        "events": [] if first is None else [{"name": FIRST_TOKEN, "timeUnixNano": str(started + int(first * 1e9))}],
         "status": {"code": _ERROR} if answered.status >= 500 else {},
     }
     return {**span, "parentSpanId": parent.span_id} if parent else span

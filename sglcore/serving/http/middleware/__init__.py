@@ -17,7 +17,7 @@ from sglcore.serving.http.middleware.paths import Paths
 from sglcore.serving.http.middleware.refusal import Refusals
 
 if TYPE_CHECKING:
-    from sglcore.serving.http.tracing import Traces
+    from sglcore.serving.http.tracing import Spans
     from sglcore.serving.replicas.engine_frontend import Frontend
 
 log = logging.getLogger("sglcore.serving")
@@ -26,7 +26,7 @@ REQUEST_LOG = "sglcore.requests"
 _EXPOSED = ("x-request-id", "request-id", "x-sglcore-warnings", "x-sglcore-max-tokens", "retry-after")
 
 
-def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
+def with_middleware(app: ASGIApp, frontend: Frontend, traces: Spans | None = None) -> ASGIApp:
     """Return the app inside its middleware. From the innermost to the outermost: bodies, admission,
     keys (if the server has any), hosts (if it listens on loopback or has allowed hosts), the answer
     to what these refuse, CORS (if it has origins), logs with metrics and traces (None: off), and

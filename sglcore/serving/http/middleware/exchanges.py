@@ -19,7 +19,7 @@ from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.middleware.refusal import header
-from sglcore.serving.http.tracing import Answered, Traces
+from sglcore.serving.http.tracing import Answered, Spans
 from sglcore.serving.replicas.metrics.server_metrics import CALLER, CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
@@ -59,7 +59,7 @@ class Exchanges:
     the request's log line (level info) and records its trace span. Paths in QUIET have level debug
     and no span."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger, traces: Traces | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger, traces: Spans | None = None) -> None:
         """`log` gets one line for each request, `traces` (None: off) one span."""
         self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
