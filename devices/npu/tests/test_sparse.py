@@ -107,7 +107,7 @@ def test_what_the_operator_does_not_take_is_refused_by_its_reason(call: Any, rea
     refusals = Refusals()
     table = fitted(kernels(), KernelTable.sparse_mqa, call, refusals)
     assert (table.sparse_mqa is sparse.sparse_mqa) == (not reason)
-    found = [told.reason.partition("; found")[0] for told in refusals.rows()]
+    found = [told.reason.partition("; found")[0] for told in refusals.rows() if told.downgrade]
     assert len(found) == bool(reason) and all(each.startswith(reason) for each in found)
 
 

@@ -300,15 +300,15 @@ DEFECTS: MappingProxyType[str, Defect] = MappingProxyType(
         "capture on another stream": Defect(error=CaptureError, says="stream", before=capture_on_another_stream),
         "pageable copy in a step": Defect("sync_forbidden", before=pageable_copy, is_watched=True),
         "rebound input buffer": Defect(error=ShadowMismatch, says="full:", after=rebound_input_buffer, settings=SHADOW),
-        "inputs of the step before": Defect(error=AssertionError, says="Mismatched elements", before=graph_not_filled),
+        "inputs of the step before": Defect(error=AssertionError, says="first divergent", before=graph_not_filled),
         "stale plan": Defect(error=StalePlanError, says="planned for", after=stale_plan),
         "pool replaced under graphs": Defect(error=StalePlanError, says="generation", after=pool_replaced),
         "pool freed early": Defect("stale_graph", after=pool_freed_early),
         "wrong slot dtype": Defect(error=ConfigError, says="KV slot indices of", before=wrong_slot_dtype),
-        "mask off by one": Defect(error=AssertionError, says="Mismatched elements", before=mask_off_by_one),
-        "dirty padding": Defect(error=AssertionError, says="Mismatched elements", before=dirty_padding),
-        "token count of zero": Defect(error=AssertionError, says="Mismatched elements", before=token_count_of_zero),
-        "another request's page": Defect(error=AssertionError, says="Mismatched elements", after=other_requests_page),
+        "mask off by one": Defect(error=AssertionError, says="first divergent", before=mask_off_by_one),
+        "dirty padding": Defect(error=AssertionError, says="first divergent", before=dirty_padding),
+        "token count of zero": Defect(error=AssertionError, says="first divergent", before=token_count_of_zero),
+        "another request's page": Defect(error=AssertionError, says="first divergent", after=other_requests_page),
     }
 )
 
