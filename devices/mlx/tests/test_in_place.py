@@ -3,6 +3,7 @@ copied."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -33,6 +34,8 @@ def bytes_beside(built: Mapping[str, Any], prompts: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         scheduler.add(Request(f"r{number}", rng.integers(5, 2000, 9 + 20 * number).astype(np.int32), params, seed=0))
     loop = Loop(scheduler, built["worker"], overlap=True)
+    # What earlier tests left must not be freed meanwhile.
+    gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()

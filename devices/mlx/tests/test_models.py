@@ -90,10 +90,14 @@ def wanted(oracle: Any, ids: tuple[int, ...] = IDS) -> np.ndarray:
     return checkpoints.oracle_logprobs(oracle, list(ids)).numpy()
 
 
+NOT_YET = ("qwen4-exp", "qwen4-exp-sigmoid")
+"""Tables of n-grams and gated residual streams have no layers here."""
+
+
 def test_every_language_model_of_the_torch_side_is_here() -> None:
     from tests import checkpoints
 
-    assert set(checkpoints.CAUSAL) == set(CAUSAL)
+    assert set(checkpoints.CAUSAL) == {*CAUSAL, *NOT_YET}
 
 
 @pytest.mark.parametrize("parts", [LinearParts(), LinearParts.of_processor()], ids=["gpu", "processor"])

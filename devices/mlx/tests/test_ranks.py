@@ -79,7 +79,8 @@ def test_ranks_compile_in_folders_of_their_own(tmp_path: Path, monkeypatch: pyte
 ENDLESS = """
 import signal
 import sys
-from devices.mlx.tests.parity import TokenEngine, random_prompts
+from devices.mlx.tests.parity import TokenEngine
+from sglcore.conformance.inputs.prompts import random_prompts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with TokenEngine(sys.argv[1], tp=2, max_model_len=128, kv_cache_memory=4 << 20) as engine:
     print(*engine.worker.pids, flush=True)
