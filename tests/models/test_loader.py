@@ -58,8 +58,9 @@ def test_fused_weights_hold_their_parts_in_order(tmp_path) -> None:
     attention = layer.self_attn
     parts = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     assert torch.equal(model.layers[0].self_attn.qkv_proj.weight, parts)
-    assert torch.equal(model.layers[0].mlp.w13, layer.mlp.experts.gate_up_proj)
-    assert torch.equal(model.layers[0].mlp.w2, layer.mlp.experts.down_proj)
+    w13, w2 = model.layers[0].mlp.weights
+    assert torch.equal(w13, layer.mlp.experts.gate_up_proj)
+    assert torch.equal(w2, layer.mlp.experts.down_proj)
 
 
 def test_weights_are_cast_and_need_no_gradient(folder) -> None:
