@@ -11,6 +11,7 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.core.errors import ConfigError
 from sglcore.core.ledger import DecisionLedger, Row
 from sglcore.step.hisparse_config import HiSparseConfig
+from sglcore.step.slice_decisions import slice_budget
 from sglcore.worker.model_worker import least_shared_pages, most_window_pages, reserved_windows
 
 GIB = 1 << 30
@@ -413,6 +414,8 @@ class _Shared:
         """Return why pages cannot share memory; empty if they can."""
         if not self.sharing.unit:
             return self.sharing.reason
+        if slice_budget(self.config.prompt_slices) is not None:
+            return "not yet with --prompt-slices: a sliced prompt keeps the window pages of all its tokens meanwhile"
         least = least_shared_pages(self._longest, self._listed, self.sharing.unit)
         if self._num_pages >= least:
             return ""

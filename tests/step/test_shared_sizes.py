@@ -111,6 +111,13 @@ def test_fewer_requests_run_than_there_is_a_page_of_each_kind_for() -> None:
     assert "one page and one window page of 15 pages" in rows["requests"].reason
 
 
+def test_prompts_in_slices_keep_the_split() -> None:
+    found, rows = with_shares(60, prompt_slices="auto")
+    assert found.window_unit == 0 and "not yet with --prompt-slices" in rows["kv memory"].reason
+    with pytest.raises(ConfigError, match="kv_memory is shared; not yet with --prompt-slices"):
+        with_shares(60, prompt_slices="8000", kv_memory="shared")
+
+
 def test_what_is_requested_is_what_there_is() -> None:
     found, rows = with_shares(60, kv_memory="split")
     assert (found.window_unit, found.num_pages, found.num_window_pages) == (0, 30, 30)

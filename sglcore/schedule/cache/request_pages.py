@@ -310,6 +310,8 @@ class Memory:
         assert self.shared is not None
         while not self.shared.is_free(count, count):
             page, window = self.cache.oldest(), self.windows.oldest
+            if not self.shared.helps_window(count):
+                window = None
             if page is None or (window is not None and window < page):
                 self.windows.evict()
             else:

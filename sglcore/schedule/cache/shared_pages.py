@@ -76,6 +76,12 @@ class SharedPages:
         """Return whether so many pages and window pages are free now."""
         return self.free.fits(pages, windows, self.unit)
 
+    def helps_window(self, count: int) -> bool:
+        """Return whether a free window page more brings `count` pages and `count` window pages
+        nearer. It does not if window pages suffice and pages are limited by the reserved blocks.
+        """
+        return self.free.blocks < count or self.free.blocks - self.free.growth < count
+
     def fits_after(self, pages: int, windows: int, used: Sequence[int], used_windows: Sequence[int]) -> bool:
         """Return whether so many pages and window pages are free, or would be after evictions, if
         the evictable pages `used` and the evictable window pages `used_windows` were in use.

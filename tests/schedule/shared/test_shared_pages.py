@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglcore.schedule.cache.shared_pages import FullEnd, SharedPages, WindowEnd
+from sglcore.schedule.cache.shared_pages import FullEnd, Room, SharedPages, WindowEnd
 
 
 def test_both_kinds_begin_at_opposite_ends_and_meet() -> None:
@@ -139,3 +139,17 @@ def test_the_counts_are_those_of_the_blocks(unit: int, blocks: int, reserved: in
                 assert wanted(count, whole) == fits(shared, owners, count, whole, min(reserved, blocks)), (count, whole)
         pairs = shared.open.pairs(shared.unit)
         assert next(n for n in numbers() if not shared.will_fit(n + 1, n + 1)) == pairs
+
+
+@pytest.mark.parametrize(
+    ("taken", "windows", "count", "helps"), [(0, 0, 1, False), (15, 2, 1, False), (15, 3, 3, True), (15, 5, 1, True)]
+)
+def test_a_window_page_helps_only_where_blocks_are_short(taken: int, windows: int, count: int, helps: bool) -> None:
+    """Ten blocks of three pages, of which five never have pages of all tokens."""
+    shared = SharedPages(32, 3, 5)
+    shared.take_pages(taken)
+    shared.take_windows(windows)
+    before = shared.free.most(count, 3) if shared.free.blocks >= count else -1
+    assert shared.helps_window(count) is helps
+    more = Room(shared.free.pages + 3, shared.free.blocks + 1, shared.free.growth)
+    assert (more.blocks >= count > shared.free.blocks or more.most(count, 3) > before) is helps
