@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
+from sglcore.serving.http import opentelemetry_spans as spans
 from sglcore.serving.http import server as http
 from tests.serving.clients.test_slow_clients import GET, run, served
 
@@ -44,7 +45,7 @@ class Played:
         monkeypatch.setattr(http, "tls_of", lambda server: "tls")
         monkeypatch.setattr(http, "bind", lambda server: ["socket"])
         monkeypatch.setattr(http, "ChatFrontend", self._made)
-        monkeypatch.setattr(http, "Traces", lambda endpoint, model: self.told.append(f"{endpoint} {model}") or traces)
+        monkeypatch.setattr(spans, "Traces", lambda endpoint, model: self.told.append(f"{endpoint} {model}") or traces)
         monkeypatch.setattr(http, "Logs", lambda server: logs)
         monkeypatch.setattr(http, "running_app", self._app)
         monkeypatch.setattr(http, "with_middleware", lambda *given: given)
