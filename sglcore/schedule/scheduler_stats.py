@@ -93,7 +93,7 @@ def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:
         "num_pages": memory.pool.num_pages,
         "free_pages": memory.pool.free if memory.shared is None else memory.shared.free.pages,
         "cached_pages": memory.cache.num_pages + limits.window_unit * windows.cached,
-        "unused_cached_pages": memory.cache.num_unused + limits.window_unit * len(windows.unused),
+        "unused_cached_pages": memory.cache.num_unused + limits.window_unit * windows.num_unused,
         "evicted_pages": memory.evicted_pages,
         "num_snapshots": snapshots.num_places,
         "free_snapshots": snapshots.free,

@@ -73,7 +73,7 @@ class Windows:
         """Number of window pages that are free, or would be after evictions."""
         if self._shared is not None:
             return self._shared.open.blocks
-        return self._pool.free + len(self._unused)
+        return self._pool.free + self.num_unused
 
     @property
     def oldest(self) -> int | None:
@@ -229,6 +229,11 @@ class Windows:
         kept = [page for held in lists for page in held.kept.values()]
         used = [page for page, node in self._nodes.items() if node.window_users]
         return [*kept, *used, *(page for page in listed if page not in self._nodes)]
+
+    @property
+    def num_unused(self) -> int:
+        """Number of pages of nodes that no request uses."""
+        return len(self._unused)
 
     @property
     def unused(self) -> list[int]:

@@ -23,31 +23,30 @@ class ProviderSpans:
     def __init__(self, model: str) -> None:
         """`model`: the model name in spans. Needs the package `opentelemetry-api`."""
         from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._tracer = trace.get_tracer("sglcore")
-        self._model = model
+        self._tracer, self._model = trace.get_tracer("sglcore"), model
+        self._callers = TraceContextTextMapPropagator()
+        self._kind, self._failed = trace.SpanKind.SERVER, trace.StatusCode.ERROR
 
     def record(self, answered: Answered, traceparent: bytes | None) -> None:
         """Record the span of a request that has just ended, as a child of the caller's span (header
         `traceparent`), if any. Does not wait, unless the provider's span processor does.
         """
-        from opentelemetry.trace import SpanKind, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
         ended = time.time_ns()
         started, first = ended - int(answered.seconds * 1e9), first_token_of(answered)
         headers = {} if traceparent is None else {"traceparent": traceparent.decode("latin-1")}
         span = self._tracer.start_span(
             f"{answered.method} {answered.route}",
-            context=TraceContextTextMapPropagator().extract(headers),
-            kind=SpanKind.SERVER,
+            context=self._callers.extract(headers),
+            kind=self._kind,
             attributes=attributes_of(answered, self._model),
             start_time=started,
         )
         if first is not None:
             span.add_event(FIRST_TOKEN, timestamp=started + int(first * 1e9))
         if answered.status >= 500:
-            span.set_status(StatusCode.ERROR)
+            span.set_status(self._failed)
         span.end(end_time=ended)
 
     def close(self) -> None:
@@ -58,7 +57,7 @@ class ProviderSpans:
 def provider_name() -> str:
     """Return the type of this process's tracer provider; empty if no one has set one.
 
-    Imports nothing: whoever sets a provider has imported the API.
+    Imports nothing: the code that sets a provider has imported the API.
     """
     if (trace := sys.modules.get("opentelemetry.trace")) is None:
         return ""
