@@ -56,6 +56,32 @@ def is_by_inputs(scope: str, name: str) -> bool:
     return name in _BY_INPUTS or (name == "dense" and scope.endswith("output."))
 
 
+def sections_of_fused(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...] | None:
+    """Return the sections of fused linear layers: those of `sections`, or of queries, keys, values
+    and perhaps gates, which are recognised by their sizes, because their names differ by model.
+
+    Empty for layers in `WHOLE`, which are not divided. None if no rule fits.
+    """
+    if found := sections(config, scope, parts):
+        return found
+    if parts[0][0] in WHOLE:
+        return ()
+    total = sum(count for _, count in parts)
+    heads = (of_attention(config, has_gate) for has_gate in (False, True))
+    return next((each for each in heads if sum(section.outputs for section in each) == total), None)
+
+
+def reordered(ranges: Sequence[Range], order: Sequence[int]) -> tuple[tuple[Range, ...], list[int]]:
+    """Return what a rank has of a product whose output i is the checkpoint's output order[i], if it
+    has `ranges` of these outputs: the ranges of the checkpoint's rows, and the place of each output
+    among these rows.
+    """
+    wanted = [order[place] for first, last in ranges for place in range(first, last)]
+    rows = sorted(wanted)
+    place_of = {row: place for place, row in enumerate(rows)}
+    return runs(rows), [place_of[row] for row in wanted]
+
+
 def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
     """Return the sections by which ranks divide the outputs of one or several fused linear layers
     `parts` (name, outputs) in a scope (the prefix, with a dot at its end).

@@ -22,14 +22,14 @@ from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
 from sglcore.checkpoint.parallel.expert_parts import GROUP, both, cut_form
 from sglcore.checkpoint.parallel.parallel_roles import (
-    WHOLE,
     Section,
     by_part,
     is_by_inputs,
     kept,
     of_attention,
-    runs,
+    reordered,
     sections,
+    sections_of_fused,
 )
 from sglcore.checkpoint.parallel.tensor_parallel import Range, Shard, clipped, legal_widths
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
@@ -152,19 +152,14 @@ class ShardedBuild(Scope):
         """Return several layers, `parts` (name, outputs in the checkpoint), as one product with
         this rank's outputs, with outputs divided by `sections`, or as queries, keys and values;
         products in `WHOLE` are not divided. Raises `ConfigError` if nothing fits."""
-        divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
-        return self._outputs(parts, inputs, bias, divided, interleaved)
+        return self._outputs(parts, inputs, bias, self._divided(parts), interleaved)
 
-    def _heads_of(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
-        """Return the sections of queries, keys and values, and perhaps gates. They are recognised
-        by their sizes, because their names differ by model. Empty for products in `WHOLE`, which
-        are not divided. Raises `ConfigError` if no sizes fit."""
-        total = sum(count for _, count in parts)
-        found = (of_attention(self.config, has_gate) for has_gate in (False, True))
-        fits = next((each for each in found if sum(section.outputs for section in each) == total), ())
-        if not fits and parts[0][0] not in WHOLE:
+    def _divided(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
+        """Return the sections of a fused product. Raises `ConfigError` if no rule fits."""
+        found = sections_of_fused(self.config, self.prefix, parts)
+        if found is None:
             raise self._refusal(f"projections of {', '.join(f'{name} ({count})' for name, count in parts)}")
-        return () if parts[0][0] in WHOLE else fits
+        return found
 
     def _outputs(
         self,
@@ -186,12 +181,8 @@ class ShardedBuild(Scope):
         """Return the product of `fused` with this rank's part of the outputs, in this order: the
         whole product's output i is the checkpoint's output order[i]. The sections by which it is
         divided refer to the new order."""
-        divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
-        wanted = [order[place] for first, last in kept(divided, self.shard) for place in range(first, last)]
-        rows = sorted(wanted)
-        place_of = {row: place for place, row in enumerate(rows)}
-        own = self._cut_parts(parts, runs(rows))
-        return self.own().ordered(own, inputs, [place_of[row] for row in wanted], bias)
+        ranges, places = reordered(kept(self._divided(parts), self.shard), order)
+        return self.own().ordered(self._cut_parts(parts, ranges), inputs, places, bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
         """Return a linear layer for each of this rank's groups: [T, own groups * inputs] to [T, own

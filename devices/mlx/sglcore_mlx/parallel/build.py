@@ -22,14 +22,14 @@ from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
 from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.parallel.expert_parts import GROUP, both, cut_form
 from sglcore.checkpoint.parallel.parallel_roles import (
-    WHOLE,
     Section,
     by_part,
     is_by_inputs,
     kept,
     of_attention,
-    runs,
+    reordered,
     sections,
+    sections_of_fused,
 )
 from sglcore.checkpoint.parallel.tensor_parallel import Range, Shard, clipped
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
@@ -120,22 +120,15 @@ class ShardedBuild(Build):
     ) -> Linear:
         """Return the product of `fused` with this rank's part of the outputs in this order; the
         sections by which it is divided refer to the new order."""
-        ranges = kept(self._divided(parts), self.shard)
-        wanted = [order[place] for first, last in ranges for place in range(first, last)]
-        rows = sorted(wanted)
-        place_of = {row: place for place, row in enumerate(rows)}
-        return self.own().ordered(self._cut_parts(parts, runs(rows)), inputs, [place_of[row] for row in wanted], bias)
+        ranges, places = reordered(kept(self._divided(parts), self.shard), order)
+        return self.own().ordered(self._cut_parts(parts, ranges), inputs, places, bias)
 
     def _divided(self, parts: Sequence[tuple[str, int]]) -> Sequence[Section]:
-        """Return the sections of a fused product; none for one that all heads share. Queries, keys
-        and values are recognised by their sizes."""
-        total = sum(count for _, count in parts)
-        found = (of_attention(self.config, has_gate) for has_gate in (False, True))
-        heads = next((each for each in found if sum(section.outputs for section in each) == total), ())
-        divided = sections(self.config, self.prefix, parts) or heads
-        if not divided and parts[0][0] not in WHOLE:
+        """Return the sections of a fused product; none for one that all heads share."""
+        found = sections_of_fused(self.config, self.prefix, parts)
+        if found is None:
             raise self._not_divided(f"projections of {', '.join(f'{name} ({count})' for name, count in parts)}")
-        return () if parts[0][0] in WHOLE else divided
+        return found
 
     def _outputs(
         self,
