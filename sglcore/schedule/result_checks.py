@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.core.errors import ConfigError
-from sglcore.schedule.cache.shared_pages import least_pages
-from sglcore.schedule.cache.window_pages import least_window_pages
+from sglcore.schedule.cache.shared_pages import least_pages, least_window_pages
 from sglcore.schedule.embeds_in_batch import check_embeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import ContextError, RequestError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.cache.window_pages import least_window_pages
+from sglcore.schedule.cache.shared_pages import least_window_pages
 from sglcore.schedule.request import Request
 from sglcore.worker.model_worker import BatchResult, Limits, Ticket, TokenLogprobs
 from sglcore.worker.schedule_batch import CaptureHiddenMode, ForwardMode, ScheduleBatch, offsets_of

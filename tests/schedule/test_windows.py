@@ -15,7 +15,7 @@ import pytest
 from sglcore.core.errors import ConfigError
 from sglcore.schedule.cache.in_batch_prefix import Awaited
 from sglcore.schedule.cache.prefix_cache import Node
-from sglcore.schedule.cache.window_pages import least_window_pages
+from sglcore.schedule.cache.shared_pages import least_window_pages
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler

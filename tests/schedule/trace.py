@@ -16,8 +16,7 @@ import pytest
 
 from sglcore.engine.output_processor import HiddenParts
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.cache.shared_pages import least_pages
-from sglcore.schedule.cache.window_pages import least_window_pages
+from sglcore.schedule.cache.shared_pages import least_pages, least_window_pages
 from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput

@@ -231,17 +231,20 @@ def make_shared(limits: Limits) -> SharedPages | None:
     """Return the pages of a worker if both kinds share memory; None if they do not."""
     if not limits.window_unit:
         return None
-    reserved = reserved_windows(_most_listed(limits), limits.window_unit)
+    reserved = reserved_windows(least_window_pages(limits), limits.window_unit)
     return SharedPages(limits.num_pages, limits.window_unit, reserved)
 
 
 def least_pages(limits: Limits) -> int:
     """Return the least `num_pages` of a worker, if both kinds of pages share memory."""
     longest = -(-limits.max_model_len // limits.page_size)
-    return least_shared_pages(longest, _most_listed(limits), limits.window_unit)
+    return least_shared_pages(longest, least_window_pages(limits), limits.window_unit)
 
 
-def _most_listed(limits: Limits) -> int:
+def least_window_pages(limits: Limits) -> int:
+    """Return the minimum number of window pages of a worker: the most that one request's list may
+    have.
+    """
     return most_window_pages(limits.window, limits.max_batch_tokens, limits.page_size, limits.lookahead)
 
 

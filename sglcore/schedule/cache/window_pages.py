@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from sglcore.schedule.cache.free_pages import PagePool
 from sglcore.schedule.cache.prefix_cache import Node
 from sglcore.schedule.cache.shared_pages import SharedPages, WindowEnd
-from sglcore.worker.model_worker import Limits, most_window_pages
+from sglcore.worker.model_worker import Limits
 
 
 @dataclass(slots=True)
@@ -266,10 +266,3 @@ class Windows:
             self._unused[page] = self._clock() + 1
             if self._shared is not None:
                 self._shared.leave_window(page)
-
-
-def least_window_pages(limits: Limits) -> int:
-    """Return the minimum number of window pages of a worker: the most that one request's list may
-    have.
-    """
-    return most_window_pages(limits.window, limits.max_batch_tokens, limits.page_size, limits.lookahead)
