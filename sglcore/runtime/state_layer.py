@@ -88,7 +88,7 @@ class ReplayedStates(StateLayer):
 
 
 class ReplayedLayer(ReplayedStates):
-    """The base of state layers whose states have hidden states as their only inputs, in three
+    """The base of state layers with hidden states as the only inputs of their states, in three
     parts: `take`, `advance` and `finish`."""
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:

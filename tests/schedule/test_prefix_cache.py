@@ -161,7 +161,7 @@ def make_drive() -> Drive:
 
 
 def known(drive: Drive) -> set[Request]:
-    """The requests whose position in the prefix cache is known."""
+    """The requests with a known position in the prefix cache."""
     proposals: Any = drive.scheduler._builder._proposals
     return set(proposals._standings)
 

@@ -119,8 +119,8 @@ def with_windows(rnd: Random, limits: Limits) -> Limits:
 
 
 def with_shared_pages(rnd: Random, limits: Limits) -> Limits:
-    """The limits of a worker whose window pages share memory with the others, with little more than
-    one request needs."""
+    """The limits of a worker with window pages that share memory with the others, with little more
+    than one request needs."""
     limits = replace(limits, window=rnd.choice([1, 2, 3, 5, 9, 14]), window_unit=rnd.choice([1, 1, 2, 3, 5]))
     pages = least_pages(limits) + rnd.choice([0, 0, 1, 3, 10, 40]) * limits.window_unit
     return replace(limits, num_pages=pages, num_window_pages=(pages + 1) // limits.window_unit - 1)

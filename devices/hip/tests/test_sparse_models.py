@@ -10,7 +10,7 @@ import pytest
 from sglcore_hip import package
 from tests.checkpoints import Oracle
 from tests.laws.attention.sparse_models import *  # noqa: F403
-from tests.laws.attention.sparse_models import Library, hold
+from tests.laws.attention.sparse_models import Library, hold, hold_without
 
 pytestmark = pytest.mark.needs("simulator")
 
@@ -31,7 +31,4 @@ def test_with_the_libraries_the_numbers_are_transformers(
 def test_without_a_library_the_numbers_are_the_same(
     monkeypatch: pytest.MonkeyPatch, sparse_model: tuple[Oracle, Path], missing: tuple[Library, ...]
 ) -> None:
-    for library in missing:
-        library.take_away(monkeypatch)
-    told = hold(sparse_model, package.name, monkeypatch)
-    assert [library.module for library in missing if library.origin in told] == []
+    hold_without(missing, sparse_model, package.name, monkeypatch)

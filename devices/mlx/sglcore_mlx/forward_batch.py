@@ -52,8 +52,8 @@ continues from its own states."""
 
 
 Finish: TypeAlias = Callable[[mx.array, mx.array], mx.array]
-"""`finish(blocks float32 [N, size], positions int32 [N])` norms and rotates the rows of blocks,
-whose first tokens are at these positions."""
+"""`finish(blocks float32 [N, size], positions int32 [N])` norms and rotates the rows of blocks;
+`positions`: those of the first token of each block."""
 
 
 class Blocks(Protocol):

@@ -129,7 +129,7 @@ class TokenEngine:
         self.recorder = RecordingWorker(self.worker)
 
     def session(self, **how: Any) -> Session:
-        """Return a session with a new scheduler; `how` are the fields of `Drive`, of which overlap
+        """Return a session with a new scheduler; `how` are the fields of `Drive`; overlap
         and the prefix cache are on by default."""
         return open_session(self.recorder, Drive(**{"overlap": True, "prefix_cache": True, **how}))
 

@@ -24,7 +24,7 @@ from sglcore_mlx.parallel.ranks import Ranks
 
 
 def adds_biases_twice() -> None:
-    """Every rank adds the bias of a layer whose results are summed."""
+    """Every rank adds the bias before the results are summed."""
     build.ShardedBuild._once = lambda self, *names: None
 
 

@@ -51,7 +51,7 @@ def factor(batch: ForwardBatch) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class ReadingPlan:
-    """A plan whose results are right only with the right fields."""
+    """A plan that gives the right results only with the right fields."""
 
     own: Any
     factor: mx.array

@@ -23,7 +23,7 @@ WIDE: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "deepseek-v3": {"intermediate_size": 128, "moe_intermediate_size": 64},
     }
 )
-"""Sizes whose halves have whole groups of 32, by the name of a model."""
+"""Sizes by the name of a model; their halves have whole groups of 32."""
 
 
 def converted(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, int]) -> Path:

@@ -7,6 +7,7 @@ tests.laws.attention.sparse_models import *` for the fixture.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,13 @@ def hold(model: tuple[Oracle, Path], device: str, monkeypatch: pytest.MonkeyPatc
     error = np.concatenate(found)
     assert error.max() < NEAR and error.mean() < MEAN, (error.max(), error.mean())
     return told
+
+
+def hold_without(
+    missing: Sequence[Library], model: tuple[Oracle, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare as `hold` without these libraries, and assert that none of them serves an entry."""
+    for library in missing:
+        library.take_away(monkeypatch)
+    told = hold(model, device, monkeypatch)
+    assert [library.module for library in missing if library.origin in told] == []

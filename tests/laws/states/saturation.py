@@ -47,7 +47,7 @@ def draw_load(seed: int, count: int, context: int, vocab_size: int = 97) -> list
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What an engine made of a load: the results of requests that ran to their end, by their index,
+    """The outcome of a load: the results of requests that ran to their end, by their index,
     the tokens of all, and the most requests that held memory at once."""
 
     results: dict[int, Result]

@@ -1,6 +1,6 @@
-"""Qwen4-Exp, whose layers read tables of n-grams: chunks, other requests, prefix hits, preemption,
-overlap, graphs and draft tokens change no number, and texts may contain the token that ends
-n-grams."""
+"""Qwen4-Exp, a model with tables of n-grams in its layers: chunks, other requests, prefix hits,
+preemption, overlap, graphs and draft tokens change no number, and texts may contain the token that
+ends n-grams."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_the_counts_are_those_of_the_blocks(unit: int, blocks: int, reserved: in
     ("taken", "windows", "count", "helps"), [(0, 0, 1, False), (15, 2, 1, False), (15, 3, 3, True), (15, 5, 1, True)]
 )
 def test_a_window_page_helps_only_where_blocks_are_short(taken: int, windows: int, count: int, helps: bool) -> None:
-    """Ten blocks of three pages, of which five never have pages of all tokens."""
+    """Ten blocks of three pages; five of them never have pages of all tokens."""
     shared = SharedPages(32, 3, 5)
     shared.take_pages(taken)
     shared.take_windows(windows)

@@ -1,5 +1,5 @@
-"""Random traces on a worker whose window pages share memory with the others: it fails where a page
-is read after the other kind has taken it. Schedulers with one planted bug must be caught."""
+"""Random traces on a worker with window pages that share memory with the others: it fails where a
+page is read after the other kind has taken it. Schedulers with one planted bug must be caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers whose result is made of all ranks' parts."""
+"""Layers that combine the parts of all ranks."""
 
 from __future__ import annotations
 

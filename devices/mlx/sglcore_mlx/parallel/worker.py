@@ -8,8 +8,8 @@ from sglcore_mlx.worker import MlxWorker
 
 
 class RankWorker(MlxWorker):
-    """A worker whose steps run on all ranks at once; each gets the same batches in the same order,
-    and has the same results."""
+    """A worker of one of several ranks. All ranks run the same batches in the same order, and have
+    the same results."""
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and return its results. Raises CollectiveError if another rank has ended,
