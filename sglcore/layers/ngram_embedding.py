@@ -36,9 +36,9 @@ class NgramTable:
     def __init__(self, build: Scope, net: NgramConfig, place: int) -> None:
         """Declare the weights of this scope. `place`: its number among the model's tables, from
         0."""
-        rows, width = net.rows(place), net.embed_dim // net.columns
-        names = [f"ngram_embedding.shard_{number}.weight" for number in range(len(net.file_rows(place)))]
-        self.weight = build.stacked(tuple(zip(names, net.file_rows(place), strict=True)), width)
+        files, width = net.file_rows(place), net.embed_dim // net.columns
+        names = [f"ngram_embedding.shard_{number}.weight" for number in range(len(files))]
+        self.weight = build.stacked(tuple(zip(names, files, strict=True)), width)
         whole = f"{build.prefix}ngram_embedding.weight"
         build.weights.stacks[whole] = self.weight, tuple(build.prefix + name for name in names)
         int64 = torch.int64
@@ -46,7 +46,7 @@ class NgramTable:
         self.sizes = build.parameter("ngram_heads_vocab_sizes", net.columns, dtype=int64)
         self.offsets = build.parameter("ngram_heads_offsets", net.columns, dtype=int64)
         build.weights.derived.append(self._check)
-        self._net, self._rows, self._name = net, rows, build.prefix
+        self._net, self._rows, self._name = net, sum(files), build.prefix
         self._embedding = build.kernel(KernelTable.embedding, build.indices(), self.weight)
 
     def __call__(self, ids: Tensor, previous: Tensor) -> Tensor:
